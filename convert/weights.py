@@ -1,0 +1,104 @@
+"""Tensor names of a checkpoint -> parameters of a module. The table below is all there is to know; every mismatch is
+reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from convert.checkpoint import Checkpoint, summary
+from ddtree_jax.errors import InputError
+from ddtree_jax.models.network import Network, NetworkSpec
+
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # longest first
+SKIPPED = (r"mtp\.", r"model\.visual\.", r"visual\.")  # families that text decoding does not need
+
+Transform = Callable[[np.ndarray], np.ndarray]
+TRANSFORMS: tuple[tuple[str, Transform], ...] = (
+    (r"layers\.\d+\.linear_attn\.conv1d\.weight", lambda w: w[:, 0, :].T),  # [C, 1, K] -> [K, C]
+)
+
+
+def load_network(checkpoint: Checkpoint, spec: NetworkSpec) -> Network:
+    """Fill a network from a checkpoint.
+
+    Raises InputError listing all unknown, missing and misshaped tensors; no parameter ever keeps an initial value.
+    Weights are cast to
+    the dtype the module declares for them (the model's, or float32 where Hugging Face computes in float32).
+    """
+    _, state = spec.abstract()
+    wanted = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+    sources = _sources(checkpoint, tied="lm_head.weight" not in wanted)
+    problems = summary("missing", wanted.keys() - sources.keys()) + summary("unknown", sources.keys() - wanted.keys())
+    shapes = {name: _stored_shape(name, leaf.shape) for name, leaf in wanted.items()}
+    wrong = [
+        f"{name} is {list(checkpoint.shape(sources[name]))}, should be {list(shapes[name])}"
+        for name in wanted.keys() & sources.keys()
+        if checkpoint.shape(sources[name]) != shapes[name]
+    ]
+    if problems or wrong:
+        raise InputError(
+            f"{checkpoint.directory} does not fit {spec.module.__name__}: "
+            + (problems + summary("shape", wrong)).rstrip("; ")
+        )
+    # jax orders a state's leaves by path; the flat state has the same order
+    leaves = [_place(checkpoint.read(sources[name]), name, leaf.dtype) for name, leaf in wanted.items()]
+    return Network(tuple(leaves), spec)
+
+
+def skipped(checkpoint: Checkpoint) -> Counter[str]:
+    """How many tensors of each family are left out on purpose."""
+    families = (next((f for f in SKIPPED if re.match(f, name)), None) for name in checkpoint.names())
+    return Counter(family.replace("\\.", ".") for family in families if family)
+
+
+def _sources(checkpoint: Checkpoint, tied: bool) -> dict[str, str]:
+    """Module parameter name -> tensor name, with prefixes removed and skipped families left out."""
+    sources: dict[str, str] = {}
+    for name in checkpoint.names():
+        if any(re.match(family, name) for family in SKIPPED):
+            continue
+        short = next((name[len(p) :] for p in PREFIXES if name.startswith(p)), name)
+        if short in sources:
+            raise InputError(f"{checkpoint.directory}: {name} and {sources[short]} are the same parameter")
+        sources[short] = name
+    if tied and "lm_head.weight" in sources and "embed_tokens.weight" in sources:
+        _check_tied(checkpoint, sources.pop("lm_head.weight"), sources["embed_tokens.weight"])
+    return sources
+
+
+def _check_tied(checkpoint: Checkpoint, head: str, embedding: str) -> None:
+    """A tied checkpoint may repeat its head, but not with other values: that would be a silent change of the model."""
+    if checkpoint.shape(head) != checkpoint.shape(embedding) or not np.array_equal(
+        checkpoint.read(head), checkpoint.read(embedding)
+    ):
+        raise InputError(
+            f"{checkpoint.directory}: tie_word_embeddings is true, but {head} differs from {embedding}; "
+            "set it to false in config.json, or remove the head"
+        )
+
+
+def _transform(name: str) -> Transform | None:
+    return next((change for pattern, change in TRANSFORMS if re.fullmatch(pattern, name)), None)
+
+
+def _stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape on disk of a parameter."""
+    if _transform(name) is None:
+        return shape
+    taps, channels = shape
+    return (channels, 1, taps)
+
+
+def _place(tensor: np.ndarray, name: str, dtype: jnp.dtype) -> jax.Array:
+    change = _transform(name)
+    tensor = tensor if change is None else change(tensor)
+    # asarray copies on the host first: the array must outlive the mapped file
+    return jnp.asarray(np.array(tensor, dtype=dtype))

@@ -1,0 +1,1 @@
+"""One generation: prefill, then rounds of draft, expand, verify, walk, commit in a loop on the device."""

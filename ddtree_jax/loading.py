@@ -1,0 +1,74 @@
+"""`load()`: a target and its drafter from local directories to something that generates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from convert.checkpoint import Checkpoint
+from convert.weights import load_network
+from ddtree_jax._cache import enable_compile_cache
+from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.errors import InputError
+from ddtree_jax.models import Drafter, Target
+from ddtree_jax.models.network import Network, NetworkSpec
+from ddtree_jax.text import Tokenizer, stop_ids
+
+DTYPES = ("bfloat16", "float32")
+DEMO = Path(__file__).parent / "demo"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A target, perhaps its drafter, and its text side.
+
+    tokenizer is None when the directory has no tokenizer.json: then only `prompt_ids` can be given. stop_ids: what ends
+    a generation.
+    """
+
+    target: Network
+    drafter: Network | None
+    tokenizer: Tokenizer | None
+    stop_ids: tuple[int, ...]
+
+
+def load(target: str | Path | None = None, drafter: str | Path | None = None, dtype: str = "bfloat16") -> Model:
+    """Load a Hugging Face checkpoint directory of a target, and one of a DFlash drafter.
+
+    Args:
+      target: directory with config.json, model.safetensors (or shards with an index) and, for text, tokenizer.json.
+        None: the demo pair.
+      drafter: directory of the drafter; None loads the target alone, which then decodes with method "ar".
+      dtype: "bfloat16" or "float32", of weights and activations; gates, decay and recurrent state are float32 in both.
+
+    Raises InputError with one line that lists what is wrong: missing or truncated files, unknown architectures, tensors
+    that do not fit,
+    a drafter of another target.
+    """
+    enable_compile_cache()
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    if target is None:
+        target, drafter = DEMO / "target", drafter or DEMO / "drafter"
+    checkpoint = Checkpoint(target)
+    network = _network(checkpoint, Target, TargetConfig.from_hf(checkpoint.config), dtype)
+    draft_network = None
+    if drafter is not None:
+        source = Checkpoint(drafter)
+        config = DrafterConfig.from_hf(source.config)
+        config.check_against(network.config)
+        draft_network = _network(source, Drafter, config, dtype)
+    tokenizer = _tokenizer(checkpoint)
+    stops = stop_ids(checkpoint.json("generation_config.json"), checkpoint.config, tokenizer)
+    return Model(network, draft_network, tokenizer, tuple(sorted(stops)))
+
+
+def _network(checkpoint: Checkpoint, module: type, config: TargetConfig | DrafterConfig, dtype: str) -> Network:
+    return load_network(checkpoint, NetworkSpec(module, config, jnp.dtype(dtype)))
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    has_one = (checkpoint.directory / "tokenizer.json").exists()
+    return Tokenizer.from_directory(checkpoint.directory) if has_one else None

@@ -1,0 +1,106 @@
+"""The small layers that every network here shares. Modules and parameters are named as in Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ddtree_jax.config import RopeConfig
+
+INIT_STD = 0.02
+
+
+def linear(
+    x: Float[Array, "*batch i"], weight: Float[Array, "o i"], out_dtype: jnp.dtype | None = None
+) -> Float[Array, "*batch o"]:
+    """x @ weight.T in the stored layout, accumulated in float32, in `out_dtype` (default: the dtype of x).
+
+    On a CPU a bfloat16 product of a single row is ten times slower than one of two rows, so a lone row is doubled
+    there.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    lone = rows.shape[0] == 1 and weight.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    rows = jnp.concatenate([rows, rows]) if lone else rows
+    y = jnp.einsum("ti,oi->to", rows, weight, preferred_element_type=jnp.float32)
+    y = y[: math.prod(x.shape[:-1])].reshape(*x.shape[:-1], weight.shape[0])
+    return y.astype(out_dtype or x.dtype)
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
+    """A parameter drawn from N(0, 0.02), for training and tests; loading replaces it."""
+    return nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, dtype))
+
+
+class Linear(nnx.Module):
+    """A linear map without bias; the weight is [out, in] as on disk, which is also the faster layout on a CPU."""
+
+    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.weight = normal(rngs, (outputs, inputs), dtype)
+
+    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
+        return linear(x, self.weight[...])
+
+
+class Embedding(nnx.Module):
+    """Token embedding, also the output head of a model with tied embeddings."""
+
+    def __init__(self, vocab: int, hidden: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.weight = normal(rngs, (vocab, hidden), dtype)
+
+    def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
+        return self.weight[...][ids]
+
+
+def normalise(x: Float[Array, "*batch d"], eps: float) -> Float[Array, "*batch d"]:
+    """x / rms(x) in float32 (the result is float32 whatever x is)."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (reference_models.md 1.1).
+
+    zero_centred: scale by 1 + weight in float32, then cast (Qwen3.5). Otherwise cast first, then scale by weight
+      (Qwen3, drafters).
+    """
+
+    def __init__(self, size: int, *, eps: float, zero_centred: bool, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.zeros(size, dtype) if zero_centred else jnp.ones(size, dtype))
+        self.eps = eps
+        self.zero_centred = zero_centred
+
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        if self.zero_centred:
+            return (normalise(x, self.eps) * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+        return self.weight[...] * normalise(x, self.eps).astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, inner: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.gate_proj = Linear(hidden, inner, rngs=rngs, dtype=dtype)
+        self.up_proj = Linear(hidden, inner, rngs=rngs, dtype=dtype)
+        self.down_proj = Linear(inner, hidden, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rope_angles(position: Int[Array, "B N"], rope: RopeConfig, dtype: jnp.dtype) -> Float[Array, "2 B N half"]:
+    """cos and sin of every rotation, computed in float32 and cast to the activation dtype (reference_models.md 1.2)."""
+    exponent = jnp.arange(0, rope.rotary_dim, 2, dtype=jnp.float32) / rope.rotary_dim
+    angle = position[..., None].astype(jnp.float32) * (rope.theta**-exponent)
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)]).astype(dtype)
+
+
+def rotate(x: Float[Array, "B N h D"], angles: Float[Array, "2 B N half"]) -> Float[Array, "B N h D"]:
+    """Rotate the first 2*half dimensions of every head (two halves, not pairs); the others pass through untouched."""
+    cos, sin = angles[:, :, :, None, :]
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

@@ -1,0 +1,65 @@
+"""A network as a flat pytree: what jitted functions take, so that a call flattens one tuple and never walks a module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """What a network is, apart from its weights: module class, configuration, dtype. Hashable, so it is jit's static
+    key.
+    """
+
+    module: type[nnx.Module]
+    config: Any
+    dtype: jnp.dtype
+
+    def abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
+        """Structure and abstract parameters; nothing is allocated, and each spec is traced once a process."""
+        return _abstract(self)
+
+    def bind(self, leaves: tuple[jax.Array, ...]) -> nnx.Module:
+        """The module with these leaves as parameters, in the order of `jax.tree.leaves` of the abstract state."""
+        graph, state = self.abstract()
+        return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
+@cache
+def _abstract(spec: NetworkSpec) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: spec.module(spec.config, rngs=nnx.Rngs(0), dtype=spec.dtype)))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["spec"])
+@dataclass(frozen=True)
+class Network:
+    """Weights of one network with its spec; a pytree. `module()` is meant for use inside jit."""
+
+    leaves: tuple[jax.Array, ...]
+    spec: NetworkSpec = field(metadata=dict(static=True))
+
+    def module(self) -> Any:
+        """The NNX module over these leaves (a view: calls read, nothing is mutated)."""
+        return self.spec.bind(self.leaves)
+
+    @property
+    def config(self) -> Any:
+        """The network's configuration."""
+        return self.spec.config
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers the weights hold."""
+        return sum(leaf.size for leaf in self.leaves)
+
+    @classmethod
+    def of(cls, module: nnx.Module) -> Network:
+        """Flatten a live module (training, tests)."""
+        spec = NetworkSpec(type(module), module.config, module.dtype)
+        return cls(tuple(jax.tree.leaves(nnx.split(module)[1])), spec)

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Everything that must pass:  scripts/test.sh        lint, the quick tests, then the slow ones
+#                             scripts/test.sh fast   lint and the quick tests; more arguments go to pytest
+#                             scripts/test.sh ARGS   pytest with these arguments, nothing deselected
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh test
+python=.venv/bin/python
+
+lint() {
+    "$python" -m ruff check .
+    "$python" -m ruff format --check .
+}
+
+run_tests() { "$python" -m pytest -q "$@"; }
+
+case "${1:-all}" in
+    all)
+        lint
+        run_tests -m "not slow"
+        run_tests -m slow
+        ;;
+    fast)
+        lint
+        run_tests -m "not slow" "${@:2}"
+        ;;
+    *) run_tests "$@" ;;
+esac
