@@ -1,1 +1,1 @@
-"""Checkpoints: reads Hugging Face directories without torch. Knows tensor names and files; knows nothing of decoding."""
+"""Checkpoints: reads Hugging Face directories without torch. Knows tensor names and files, and nothing of decoding."""

@@ -1,5 +1,4 @@
-"""A memory-mapped reader of safetensors files: eight bytes of header length, a JSON header, then the bytes of the
-tensors.
+"""A memory-mapped reader of safetensors files: eight bytes of header length, a JSON header, then the tensors' bytes.
 
 Written out because the public reader copies every tensor and cannot give NumPy bfloat16 or float8.
 """
@@ -7,8 +6,10 @@ Written out because the public reader copies every tensor and cannot give NumPy 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,10 +27,14 @@ DTYPES = {
     "I32": np.int32,
     "I16": np.int16,
     "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
 MAX_HEADER = 100 << 20
+LFS_POINTER = b"version "  # how the text file begins that Git leaves in place of a large file it has not fetched
 
 
 @dataclass(frozen=True)
@@ -43,36 +48,64 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One safetensors file. Opening checks the header against the file's size; reading maps, and copies nothing."""
+    """One safetensors file. Opening checks the header against the file's size; reading maps, and copies nothing.
+
+    Raises InputError for a file that cannot be read, a broken header, entries that contradict their shape or each
+    other, and a file shorter or longer than its header says.
+    """
 
     def __init__(self, path: Path):
         self.path = path
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        try:
+            size = path.stat().st_size
+            header, base = self._header(size)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        self.entries = {name: self._entry(name, info, base) for name, info in header.items() if name != "__metadata__"}
+        self._check_layout(base, size)
+
+    def _header(self, size: int) -> tuple[dict[str, Any], int]:
+        """The JSON header, and the offset at which the tensors begin."""
+        with self.path.open("rb") as file:
             prefix = file.read(8)
+            if prefix == LFS_POINTER:
+                raise InputError(f"{self.path} is a Git LFS pointer, not the file itself; fetch it with git lfs pull")
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(MAX_HEADER, size - 8):
-                raise InputError(f"{path} is not a safetensors file or is truncated ({size} bytes)")
-            try:
-                header = json.loads(file.read(length))
-            except ValueError:
-                raise InputError(f"{path} has a broken safetensors header; copy the file again") from None
-        header.pop("__metadata__", None)
-        self.entries = {name: self._entry(name, info, 8 + length) for name, info in header.items()}
-        needed = max((entry.end for entry in self.entries.values()), default=0)
-        if needed > size:
-            raise InputError(f"{path} is truncated: {needed} bytes are declared, {size} are there; copy the file again")
+                raise InputError(f"{self.path} is not a safetensors file or is truncated ({size} bytes)")
+            text = file.read(length)
+        try:
+            header = json.loads(text)
+        except (ValueError, RecursionError):
+            header = None
+        if not isinstance(header, dict):
+            raise InputError(f"{self.path} has a broken safetensors header; copy the file again")
+        return header, 8 + length
 
-    def _entry(self, name: str, info: dict, base: int) -> TensorEntry:
+    def _entry(self, name: str, info: Any, base: int) -> TensorEntry:
         try:
             dtype = np.dtype(DTYPES[info["dtype"]])
-            shape = tuple(int(n) for n in info["shape"])
-            start, end = (base + int(n) for n in info["data_offsets"])
+            shape = tuple(_count(n) for n in info["shape"])
+            start, end = (base + _count(n) for n in info["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise InputError(f"{self.path}: tensor {name} has an entry that cannot be read: {info}") from None
-        if end - start != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
-            raise InputError(f"{self.path}: tensor {name} declares {end - start} bytes for shape {list(shape)}")
+        if end - start != dtype.itemsize * math.prod(shape):
+            raise InputError(
+                f"{self.path}: tensor {name} has {end - start} bytes for {dtype} of shape {list(shape)}; "
+                "copy the file again"
+            )
         return TensorEntry(dtype, shape, start, end)
+
+    def _check_layout(self, base: int, size: int) -> None:
+        """The tensors fill the file: no hole, no overlap, no byte too few or too many."""
+        end = base
+        for entry in sorted(self.entries.values(), key=lambda entry: (entry.start, entry.end)):
+            if entry.start != end:
+                raise InputError(f"{self.path}: the tensors in its header overlap or leave holes; copy the file again")
+            end = entry.end
+        if end != size:
+            what = "is truncated" if end > size else "is longer than its header says"
+            raise InputError(f"{self.path} {what}: {end} bytes are declared, {size} are there; copy the file again")
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a read-only array over the mapped file."""
@@ -81,3 +114,10 @@ class SafetensorsFile:
             return np.zeros(entry.shape, entry.dtype)
         raw = np.memmap(self.path, np.uint8, "r", entry.start, (entry.end - entry.start,))
         return raw.view(entry.dtype).reshape(entry.shape)
+
+
+def _count(value: Any) -> int:
+    """A size or an offset; ValueError for anything but a whole number from 0 up."""
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value

@@ -1,9 +1,10 @@
-"""Tensor names of a checkpoint -> parameters of a module. The table below is all there is to know; every mismatch is
+"""Tensor names of a checkpoint -> parameters of a module. The tables below are all there is to know; every mismatch is
 reported at once.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,55 +18,68 @@ from convert.checkpoint import Checkpoint, summary
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.network import Network, NetworkSpec
 
-PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # longest first
-SKIPPED = (r"mtp\.", r"model\.visual\.", r"visual\.")  # families that text decoding does not need
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # first match wins
+SKIPPED = ("mtp.", "model.visual.", "visual.")  # families that text decoding does not need
 
 Transform = Callable[[np.ndarray], np.ndarray]
 TRANSFORMS: tuple[tuple[str, Transform], ...] = (
     (r"layers\.\d+\.linear_attn\.conv1d\.weight", lambda w: w[:, 0, :].T),  # [C, 1, K] -> [K, C]
 )
+LOG = logging.getLogger(__name__)
 
 
 def load_network(checkpoint: Checkpoint, spec: NetworkSpec) -> Network:
     """Fill a network from a checkpoint.
 
-    Raises InputError listing all unknown, missing and misshaped tensors; no parameter ever keeps an initial value.
-    Weights are cast to
-    the dtype the module declares for them (the model's, or float32 where Hugging Face computes in float32).
+    Weights are cast to the dtype the module declares for them (the model's, or float32 where Hugging Face computes in
+    float32). Raises InputError listing all missing, unknown and misshaped tensors, and those that hold no floating
+    point numbers; no parameter ever keeps an initial value.
     """
     _, state = spec.abstract()
+    # jax orders a state's leaves by path, and the flat state has the same order: that of `Network.leaves`
     wanted = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
     sources = _sources(checkpoint, tied="lm_head.weight" not in wanted)
-    problems = summary("missing", wanted.keys() - sources.keys()) + summary("unknown", sources.keys() - wanted.keys())
-    shapes = {name: _stored_shape(name, leaf.shape) for name, leaf in wanted.items()}
-    wrong = [
-        f"{name} is {list(checkpoint.shape(sources[name]))}, should be {list(shapes[name])}"
-        for name in wanted.keys() & sources.keys()
-        if checkpoint.shape(sources[name]) != shapes[name]
-    ]
-    if problems or wrong:
-        raise InputError(
-            f"{checkpoint.directory} does not fit {spec.module.__name__}: "
-            + (problems + summary("shape", wrong)).rstrip("; ")
-        )
-    # jax orders a state's leaves by path; the flat state has the same order
+    problems = _problems(checkpoint, {name: leaf.shape for name, leaf in wanted.items()}, sources)
+    if problems:
+        raise InputError(f"{checkpoint.directory} does not fit {spec.module.__name__}: {problems}")
+    if left_out := skipped(checkpoint):
+        LOG.info("%s: tensors left out: %s", checkpoint.directory, dict(left_out))
     leaves = [_place(checkpoint.read(sources[name]), name, leaf.dtype) for name, leaf in wanted.items()]
     return Network(tuple(leaves), spec)
 
 
 def skipped(checkpoint: Checkpoint) -> Counter[str]:
     """How many tensors of each family are left out on purpose."""
-    families = (next((f for f in SKIPPED if re.match(f, name)), None) for name in checkpoint.names())
-    return Counter(family.replace("\\.", ".") for family in families if family)
+    families = (next((f for f in SKIPPED if name.startswith(f)), None) for name in checkpoint.names())
+    return Counter(family for family in families if family)
+
+
+def _problems(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], sources: dict[str, str]) -> str:
+    """Everything that keeps the tensors from being the parameters, '' when nothing does."""
+    both = shapes.keys() & sources.keys()
+    stored = {name: _stored_shape(name, shapes[name]) for name in both}
+    wrong = [
+        f"{name} is {list(checkpoint.shape(sources[name]))}, should be {list(stored[name])}"
+        for name in both
+        if checkpoint.shape(sources[name]) != stored[name]
+    ]
+    kinds = {name: checkpoint.dtype(sources[name]) for name in both}
+    packed = [f"{name} is {kind}" for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]
+    return (
+        summary("missing", shapes.keys() - sources.keys())
+        + summary("unknown", sources.keys() - shapes.keys())
+        + summary("shape", wrong)
+        + summary("not floating point", packed)
+    ).removesuffix("; ")
 
 
 def _sources(checkpoint: Checkpoint, tied: bool) -> dict[str, str]:
     """Module parameter name -> tensor name, with prefixes removed and skipped families left out."""
     sources: dict[str, str] = {}
     for name in checkpoint.names():
-        if any(re.match(family, name) for family in SKIPPED):
+        if name.startswith(SKIPPED):
             continue
-        short = next((name[len(p) :] for p in PREFIXES if name.startswith(p)), name)
+        short = next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), name)
         if short in sources:
             raise InputError(f"{checkpoint.directory}: {name} and {sources[short]} are the same parameter")
         sources[short] = name
@@ -100,5 +114,4 @@ def _stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _place(tensor: np.ndarray, name: str, dtype: jnp.dtype) -> jax.Array:
     change = _transform(name)
     tensor = tensor if change is None else change(tensor)
-    # asarray copies on the host first: the array must outlive the mapped file
-    return jnp.asarray(np.array(tensor, dtype=dtype))
+    return jnp.asarray(np.array(tensor, dtype=dtype))  # np.array copies: a parameter outlives the mapped file

@@ -1,14 +1,14 @@
 """Model configurations: frozen dataclasses read from Hugging Face `config.json` dictionaries.
 
 This is the only place that knows the keys of `config.json`. Whatever would change the mathematics and is not
-implemented is refused,
-with every reason listed at once.
+implemented is refused, with every reason listed at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,26 @@ from ddtree_jax.errors import InputError
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")
 DENSE_TYPES = ("qwen3",)
+DRAFTER = "DFlashDraftModel"
 MISSING = object()
+
+# Keys that change the mathematics, with the only value that is implemented; absent is as good.
+TARGET_ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+}
+DRAFTER_ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "projector_type": "dflash",
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "shift_label": False,
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """Gated DeltaNet: Hk key heads of width dk, Hv value heads of width dv, a causal convolution of `conv_taps` taps."""
+    """Gated DeltaNet: Hk key heads of width dk, Hv value heads of width dv, a convolution of `conv_taps` taps."""
 
     num_key_heads: int
     num_value_heads: int
@@ -76,6 +95,13 @@ class TargetConfig:
     tie_word_embeddings: bool
     max_positions: int
 
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.layer_types) - {LINEAR, FULL})
+        if unknown:
+            raise InputError(f"layer types {unknown} cannot be decoded as a tree (only {LINEAR} and {FULL})")
+        if LINEAR in self.layer_types and self.delta is None:
+            raise InputError(f"{LINEAR} layers need a DeltaConfig")
+
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
@@ -87,30 +113,27 @@ class TargetConfig:
 
         Raises InputError with every problem found: unknown architecture, missing keys, values that are not implemented.
         """
-        reader = _Reader(config.get("text_config", config), "target config.json")
-        model_type = reader.get("model_type", kind=str)
-        hybrid = model_type in HYBRID_TYPES
-        if not hybrid and model_type not in DENSE_TYPES:
-            raise InputError(
-                f"unknown target architecture {model_type!r}; this version reads {', '.join(DENSE_TYPES + HYBRID_TYPES)}"
-            )
-        reader.expect("hidden_act", "silu")
-        reader.expect("attention_bias", False)
-        reader.expect("use_sliding_window", False)
-        reader.expect("attn_output_gate", True)
-        reader.expect("output_gate_type", "swish")
+        name = "target config.json"
+        text = _Reader(config, name).mapping("text_config") or config
+        reader = _Reader(text, name)
+        hybrid = _architecture(config, text) in HYBRID_TYPES
+        for key, value in TARGET_ONLY.items():
+            reader.expect(key, value)
+        if quantisation := config.get("quantization_config") or text.get("quantization_config"):
+            reader.problems.append(f"quantised weights are not implemented ({_quantisation(quantisation)})")
         layer_types = _layer_types(reader, hybrid)
-        result = dict(
-            model_type=model_type,
+        tied = config.get("tie_word_embeddings") or False
+        result: dict[str, Any] = dict(
+            model_type=text["model_type"],
             vocab_size=reader.size("vocab_size"),
             hidden_size=reader.size("hidden_size"),
             intermediate_size=reader.size("intermediate_size"),
             layer_types=layer_types,
             attention=_attention(reader, gated=hybrid, partial=0.25 if hybrid else 1.0),
             delta=_delta(reader) if LINEAR in layer_types else None,
-            norm_eps=reader.get("rms_norm_eps", 1e-6, kind=float),
+            norm_eps=reader.positive("rms_norm_eps", 1e-6),
             zero_centred_norm=hybrid,
-            tie_word_embeddings=reader.get("tie_word_embeddings", config.get("tie_word_embeddings", False), kind=bool),
+            tie_word_embeddings=reader.get("tie_word_embeddings", tied, kind=bool),
             max_positions=reader.size("max_position_embeddings"),
         )
         reader.finish()
@@ -122,8 +145,8 @@ class DrafterConfig:
     """A DFlash drafter: Qwen3 layers over a block of masks, reading `target_layer_ids` of the target.
 
     `causal[i]`: inside the block, layer i lets a slot see only earlier slots. `windows[i]`: how many positions, its own
-    included,
-    layer i looks back, or None for all. `block_size` counts the root's slot, so the draft horizon is `block_size - 1`.
+    included, layer i looks back, or None for all. `block_size` counts the root's slot, so the draft horizon is
+    `block_size - 1`.
     """
 
     hidden_size: int
@@ -150,37 +173,33 @@ class DrafterConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DrafterConfig:
-        """Read a drafter's `config.json`: the legacy schema (flat keys) and the one since June 2026 (in
-        `dflash_config`).
+        """Read a drafter's `config.json`: the legacy schema (flat keys) or that since June 2026 (in `dflash_config`).
 
         Raises InputError with every problem found. A missing mask token is an error: guessing it would only cost
         acceptance.
         """
-        reader = _Reader({**config, **config.get("dflash_config", {})}, "drafter config.json")
-        if "DFlashDraftModel" not in config.get("architectures", ()):
-            raise InputError(f"not a DFlash drafter: architectures is {config.get('architectures')}")
-        reader.expect("hidden_act", "silu")
-        reader.expect("attention_bias", False)
-        reader.expect("projector_type", "dflash")
-        num_layers = reader.size("num_hidden_layers")
-        causal, windows = _drafter_masks(reader, num_layers)
-        num_target_layers = reader.get("num_target_layers", None)
-        result = dict(
+        if DRAFTER not in _architectures(config):
+            raise InputError(f"not a DFlash drafter: architectures is {config.get('architectures')}, not [{DRAFTER!r}]")
+        name = "drafter config.json"
+        reader = _Reader({**config, **_Reader(config, name).mapping("dflash_config")}, name)
+        for key, value in DRAFTER_ONLY.items():
+            reader.expect(key, value)
+        causal, windows = _drafter_masks(reader, reader.size("num_hidden_layers"))
+        result: dict[str, Any] = dict(
             hidden_size=reader.size("hidden_size"),
             intermediate_size=reader.size("intermediate_size"),
             attention=_attention(reader, gated=False, partial=1.0),
             causal=causal,
             windows=windows,
-            norm_eps=reader.get("rms_norm_eps", 1e-6, kind=float),
-            block_size=reader.size("block_size", 16),
+            norm_eps=reader.positive("rms_norm_eps", 1e-6),
+            block_size=reader.size("block_size", 16, least=2),  # the root and one mask
             mask_token_id=reader.get("mask_token_id", kind=int),
-            target_layer_ids=_tap_ids(reader, num_target_layers),
-            num_target_layers=num_target_layers,
+            target_layer_ids=_tap_ids(reader),
+            num_target_layers=reader.get("num_target_layers", None, kind=int),
             vocab_size=reader.size("vocab_size"),
         )
+        reader.expect("draft_vocab_size", result["vocab_size"])
         reader.finish()
-        if result["block_size"] < 2:
-            raise InputError("drafter config.json: block_size must be at least 2 (the root and one mask)")
         return cls(**result)
 
     def check_against(self, target: TargetConfig) -> None:
@@ -212,51 +231,93 @@ class _Reader:
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def get(self, key: str, default: Any = MISSING, kind: type | None = None) -> Any:
+        """The value of a key; null is as good as absent where there is a default. None when there is a problem."""
         value = self.config.get(key, MISSING)
         if value is MISSING or (value is None and default is not MISSING):
             value = default
         if value is MISSING:
             self.problems.append(f"{key} is missing")
             return None
-        return self._typed(key, value, kind)
-
-    def _typed(self, key: str, value: Any, kind: type | None) -> Any:
         if kind is float and type(value) is int:
             return float(value)
-        if kind is not None and type(value) is not kind:
+        absent = value is None and default is None
+        if kind is not None and type(value) is not kind and not absent:
             self.problems.append(f"{key} should be {kind.__name__}, found {value!r}")
             return None
         return value
 
-    def size(self, key: str, default: Any = MISSING) -> int:
+    def size(self, key: str, default: Any = MISSING, least: int = 1) -> int:
+        """A whole number of at least `least` (which also stands in for one that is not)."""
         value = self.get(key, default, kind=int)
-        if value is None:
-            return 1
-        if value < 1:
-            self.problems.append(f"{key} should be at least 1, found {value}")
-        return max(value, 1)
+        if value is not None and value < least:
+            self.problems.append(f"{key} should be at least {least}, found {value}")
+        return least if value is None else max(value, least)
+
+    def positive(self, key: str, default: Any = MISSING) -> float:
+        """A finite number above 0 (1 stands in for one that is not)."""
+        value = self.get(key, default, kind=float)
+        if value is not None and not 0 < value < math.inf:
+            self.problems.append(f"{key} should be above 0, found {value}")
+            return 1.0
+        return 1.0 if value is None else value
+
+    def names(self, key: str, default: Any = MISSING) -> tuple[str, ...]:
+        """A list of strings."""
+        value = self.get(key, default, kind=list)
+        if value is not None and not all(isinstance(entry, str) for entry in value):
+            self.problems.append(f"{key} should be a list of names, found {value!r}")
+            return ()
+        return tuple(value or ())
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """A JSON object, {} where there is none. Raises at once: what it holds cannot be read."""
+        value = self.config.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise InputError(f"{self.name}: {key} should be an object, found {value!r}")
+        return value
 
     def expect(self, key: str, value: Any) -> None:
+        """Note a problem unless a key is absent, null or `value`."""
         found = self.config.get(key)
         if found not in (None, value):
             self.problems.append(f"{key} = {found!r} is not implemented (only {value!r})")
 
     def finish(self) -> None:
+        """Raise InputError when there were problems."""
         if self.problems:
-            raise InputError(f"{self.name}: " + "; ".join(self.problems))
+            raise InputError(f"{self.name}: " + "; ".join(dict.fromkeys(self.problems)))
+
+
+def _architectures(config: Mapping[str, Any]) -> Sequence[str]:
+    names = config.get("architectures")
+    return names if isinstance(names, list) else []
+
+
+def _architecture(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """The model type of a target; InputError for one that this version cannot read."""
+    if DRAFTER in _architectures(config):
+        raise InputError("this is a DFlash drafter, not a target; give it as the drafter")
+    model_type = text.get("model_type")
+    if model_type not in (*DENSE_TYPES, *HYBRID_TYPES):
+        known = ", ".join(DENSE_TYPES + HYBRID_TYPES)
+        raise InputError(f"unknown target architecture {model_type!r}; this version reads {known}")
+    return model_type
+
+
+def _quantisation(config: Any) -> str:
+    return str(config.get("quant_method", "unknown method")) if isinstance(config, Mapping) else "unknown method"
 
 
 def _layer_types(reader: _Reader, hybrid: bool) -> tuple[str, ...]:
-    """One attention kind a layer: the list where there is one, else every `full_attention_interval`-th layer is full."""
+    """One kind a layer: the list where there is one, else every `full_attention_interval`-th layer is full attention."""
     count = reader.size("num_hidden_layers")
     interval = reader.size("full_attention_interval", 4) if hybrid else 1
-    default = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)]
-    types = tuple(reader.get("layer_types", default))
-    allowed = {LINEAR, FULL} if hybrid else {FULL}
+    types = reader.names("layer_types", [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)])
     if len(types) != count:
         reader.problems.append(f"layer_types has {len(types)} entries for num_hidden_layers = {count}")
-    if set(types) - allowed:
-        reader.problems.append(f"layer types {sorted(set(types) - allowed)} are not implemented for this architecture")
+    unknown = set(types) - ({LINEAR, FULL} if hybrid else {FULL})
+    if unknown:
+        reader.problems.append(f"layer types {sorted(unknown)} are not implemented for this architecture")
     return types
 
 
@@ -271,13 +332,16 @@ def _attention(reader: _Reader, gated: bool, partial: float) -> AttentionConfig:
 
 def _rope(reader: _Reader, head_dim: int, partial: float) -> RopeConfig:
     """Rotary settings, flat (transformers 4) or in `rope_parameters` (5). A missing theta is an error, never 10,000."""
-    rope = _Reader({**reader.config, **(reader.config.get("rope_parameters") or {})}, reader.name, reader.problems)
-    scaling = reader.config.get("rope_scaling") or {}
+    rope = _Reader({**reader.config, **reader.mapping("rope_parameters")}, reader.name, reader.problems)
+    scaling = reader.mapping("rope_scaling")
     kind = rope.config.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     if kind != "default":
         reader.problems.append(f"rope type {kind!r} is not implemented (only 'default')")
-    factor = rope.get("partial_rotary_factor", partial, kind=float) or partial
-    return RopeConfig(rope.get("rope_theta", kind=float) or 1.0, int(head_dim * factor))
+    factor = rope.positive("partial_rotary_factor", partial)
+    rotary_dim = int(head_dim * factor)
+    if factor > 1 or rotary_dim < 2 or rotary_dim % 2:
+        reader.problems.append(f"partial_rotary_factor = {factor} rotates {rotary_dim} of {head_dim} dimensions")
+    return RopeConfig(rope.positive("rope_theta"), rotary_dim)
 
 
 def _delta(reader: _Reader) -> DeltaConfig:
@@ -286,7 +350,7 @@ def _delta(reader: _Reader) -> DeltaConfig:
         num_value_heads=reader.size("linear_num_value_heads"),
         key_dim=reader.size("linear_key_head_dim"),
         value_dim=reader.size("linear_value_head_dim"),
-        conv_taps=reader.size("linear_conv_kernel_dim"),
+        conv_taps=reader.size("linear_conv_kernel_dim", least=2),
     )
     if delta.num_value_heads % delta.num_key_heads:
         reader.problems.append("linear_num_value_heads is not a multiple of linear_num_key_heads")
@@ -297,17 +361,18 @@ def _drafter_masks(reader: _Reader, num_layers: int) -> tuple[tuple[bool, ...], 
     """Causal rule and window of every layer (reference_models.md 5.1): sliding layers are causal unless `is_causal`
     says otherwise.
     """
-    types = tuple(reader.get("layer_types", [FULL] * num_layers))
+    windowed = bool(reader.config.get("use_sliding_window"))  # then which layers slide has to be said
+    types = reader.names("layer_types", MISSING if windowed else [FULL] * num_layers)
     if len(types) != num_layers or set(types) - {FULL, SLIDING}:
         reader.problems.append(f"layer_types should be {num_layers} entries of {FULL} or {SLIDING}")
-    sliding = [t == SLIDING for t in types]
+    sliding = [kind == SLIDING for kind in types]
     window = reader.size("sliding_window") if any(sliding) else None
-    is_causal = reader.get("is_causal", None)
-    causal = tuple(s if is_causal is None else bool(is_causal) for s in sliding)
-    return causal, tuple(window if s else None for s in sliding)
+    is_causal = reader.get("is_causal", None, kind=bool)
+    causal = tuple(slides if is_causal is None else is_causal for slides in sliding)
+    return causal, tuple(window if slides else None for slides in sliding)
 
 
-def _tap_ids(reader: _Reader, num_target_layers: int | None) -> tuple[int, ...]:
+def _tap_ids(reader: _Reader) -> tuple[int, ...]:
     ids = reader.get("target_layer_ids", kind=list)
     if ids is not None and (not ids or not all(type(i) is int for i in ids)):
         reader.problems.append(f"target_layer_ids should be a list of layer numbers, found {ids!r}")

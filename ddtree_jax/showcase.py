@@ -91,4 +91,5 @@ def print_texts(texts: Sequence[str | None]) -> None:
 def platform() -> str:
     """What this ran on."""
     device = jax.devices()[0]
-    return f"Measured on {device.device_kind} ({device.platform}), jax {jax.__version__}, float32, medians of {REPEATS} runs."
+    machine = f"{device.device_kind} ({device.platform}), jax {jax.__version__}"
+    return f"Measured on {machine}, float32, medians of {REPEATS} runs."

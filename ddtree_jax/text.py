@@ -18,6 +18,7 @@ import jinja2.sandbox
 import tokenizers
 
 from ddtree_jax.errors import InputError
+from ddtree_jax.files import read_object_if_there, read_text
 
 END_OF_TURN = "<|im_end|>"
 
@@ -48,7 +49,7 @@ class Tokenizer:
         """
         directory = Path(directory)
         backend = _read_backend(directory / "tokenizer.json")
-        config = _read_json(directory / "tokenizer_config.json")
+        config = read_object_if_there(directory / "tokenizer_config.json")
         _check_added_tokens(backend, config, directory)
         special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and value}
         special = {name: token for name, token in special.items() if token is not None}
@@ -111,7 +112,7 @@ class Tokenizer:
         try:
             template = _compile_template(self.chat_template)
             return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
             raise InputError(f"the chat template cannot be applied: {error}") from error
 
 
@@ -176,18 +177,6 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} must hold a JSON object")
-    return value
-
-
 def _content(value: Any) -> str | None:
     """Spelling of a token given as a string or as an AddedToken object."""
     content = value.get("content") if isinstance(value, dict) else value
@@ -195,7 +184,10 @@ def _content(value: Any) -> str | None:
 
 
 def _check_added_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], directory: Path) -> None:
-    declared = {int(i): _content(token) for i, token in config.get("added_tokens_decoder", {}).items()}
+    added = config.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict) or not all(key.isdecimal() for key in added):
+        raise InputError(f"{directory}: added_tokens_decoder in tokenizer_config.json should map ids to tokens")
+    declared = {int(i): _content(token) for i, token in added.items()}
     wrong = [f"{token!r} ({i})" for i, token in declared.items() if token is None or backend.token_to_id(token) != i]
     if wrong:
         raise InputError(f"{directory}: tokenizer.json lacks, or has elsewhere, the added tokens {', '.join(wrong)}")
@@ -205,10 +197,13 @@ def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja wins over tokenizer_config.json, whose entry is a text or a list of named templates."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text("utf-8")
+        return read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if not isinstance(template, str | None):
+        raise InputError(f"{directory}: chat_template in tokenizer_config.json should be a text or a list of named ones")
     return template
 
 

@@ -22,11 +22,7 @@ from ddtree_jax.models.network import Network
 PREFILL_SIZES = (64, 256, 1024)  # compiled chunk lengths: no prompt length compiles anything else
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "produced", "done", "rounds", "accepted", "nodes"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Report:
     """A copy of the progress that outlives the donated state; see `Progress`."""

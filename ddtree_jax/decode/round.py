@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from ddtree_jax.models.blocks import KVCache, Rows, TreeBlock, commit, take_path
 from ddtree_jax.tree import DraftTree, Walk, ancestor_ids, ancestor_mask, expand, walk
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["tree", "walk", "logits", "draft_logits"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RoundTrace:
     """What one round saw, for tests and the debug summary: inside the device loop it is dead code."""

@@ -2,25 +2,19 @@
 position.
 
 The noise is what makes speculation exact at any temperature: plain, chain and tree decoding look at the same noise for
-the same
-position, so they choose the same tokens (algorithm.md section 14).
+the same position, so they choose the same tokens (algorithm.md section 14).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key", "temperature", "top_k", "top_p", "min_p"],
-    meta_fields=["greedy", "filtered"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
     """Settings of every row. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing.

@@ -17,10 +17,12 @@ from ddtree_jax.models.blocks import Cache, KVCache
 class RoundConfig:
     """The static shape of a round. Plain decoding is a tree of budget 0, the chain a chain-shaped tree: one code path.
 
-    budget: drafted nodes verified a round, the root not counted. tree: best-first, spine, chain or star. horizon:
-      positions the drafter
-    fills (block_size - 1; 0 without drafting). couple: build the tree from noise-coupled scores. cap_block: near the limit, draft only
-    as many slots as may still be produced (some drafters' reference loop; costs acceptance of the others).
+    budget: drafted nodes verified a round, the root not counted.
+    tree: best-first, spine, chain or star.
+    horizon: positions the drafter fills (block_size - 1; 0 without drafting).
+    couple: build the tree from noise-coupled scores.
+    cap_block: near the limit, draft only as many slots as may still be produced (the reference loop of some drafters
+    does; the slots that remain are then drafted with fewer masks than the drafter was trained with).
     """
 
     budget: int
@@ -40,19 +42,18 @@ class RoundConfig:
         return self.max_depth + 1
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "produced", "limit", "done", "rounds", "accepted", "nodes", "stop_ids", "row_budget"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Progress:
     """What every row has produced and may produce.
 
-    tokens: output without the prompt, `produced[b]` of them. limit: most tokens row b may produce. accepted: acceptance
-      length of each of
-    `rounds[b]` rounds, the root included, as the walk found it (the last may reach past a stop or the limit). nodes: tree nodes verified in
-    all rounds, roots included. stop_ids: padded with -1. row_budget: a row's own budget, at most the compiled one.
+    tokens: output without the prompt, `produced[b]` of them.
+    limit: most tokens row b may produce.
+    accepted: acceptance length of each of `rounds[b]` rounds, the root included, as the walk found it (the last may
+    reach past a stop or the limit).
+    nodes: tree nodes verified in all rounds, roots included.
+    stop_ids: padded with -1.
+    row_budget: a row's own budget, at most the compiled one.
     """
 
     tokens: Int[Array, "B M"]
@@ -66,11 +67,7 @@ class Progress:
     row_budget: Int[Array, " B"]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["caches", "draft_caches", "length", "root", "progress", "sampling"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
     """`length[b]` tokens of row b are in the caches; `root[b]` is the token after them, already part of the output."""

@@ -2,14 +2,12 @@
 tokens.
 
 Verify reads the caches and returns rows; only commit writes, once the accepted path is known. So a rejected node never
-touches a cache,
-and a donated cache is updated in place.
+touches a cache, and a donated cache is updated in place.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ from ddtree_jax.ops import causal_conv
 from ddtree_jax.ops.tree_delta import DeltaFactors, commit_path
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
     """Keys (after norm and rotation) and values of committed positions; slot s holds position s. Slots at and past the
@@ -30,7 +28,7 @@ class KVCache:
     v: Float[Array, "B nk S D"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["state", "window"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeltaCache:
     """Recurrent state of a Gated DeltaNet layer (float32, key axis first) and the last K-1 rows that entered its
@@ -41,7 +39,7 @@ class DeltaCache:
     window: Float[Array, "B taps C"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVRows:
     """Key and value rows of a block's tokens, not yet in a cache."""
@@ -50,7 +48,7 @@ class KVRows:
     v: Float[Array, "B N nk D"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["conv", "factors"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeltaRows:
     """What a delta layer keeps of every node: its row before the convolution, and the factors of its state update."""
@@ -59,7 +57,7 @@ class DeltaRows:
     factors: DeltaFactors
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["position", "length", "mask", "count"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SequenceBlock:
     """T consecutive tokens after `length` committed ones, right-padded: row b has `count[b]` real tokens."""
@@ -70,17 +68,14 @@ class SequenceBlock:
     count: Int[Array, " B"]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["position", "length", "mask", "parent", "depth", "ancestors"],
-    meta_fields=["max_depth"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TreeBlock:
     """N tree nodes after `length` committed tokens, parents before children.
 
-    position = length + depth, whatever slot a node has. mask[b, i, j]: j is i or an ancestor of i. ancestors[b, i, t]: t-th ancestor of
-    i (0 is i itself), -1 beyond the root.
+    position: length + depth, whatever slot a node has.
+    mask[b, i, j]: j is i or an ancestor of i.
+    ancestors[b, i, t]: t-th ancestor of i (0 is i itself), -1 beyond the root.
     """
 
     position: Int[Array, "B N"]

@@ -73,8 +73,8 @@ class Drafter(nnx.Module):
     ) -> Float[Array, "B N H"]:
         """Final hidden states of noise rows that see the context before `length` and each other under `mask`.
 
-        Every layer adds its own causal rule and window to `mask`: allowed = (causal ? kp <= qp) and (window ? qp - kp < W, and unless
-        causal kp - qp < W).
+        Every layer adds its own causal rule and window to `mask` (reference_models.md 5.1): allowed =
+        (causal ? kp <= qp : true) and (window ? qp - kp < W and (causal or kp - qp < W) : true).
         """
         angles = rope_angles(position, self.config.attention.rope, self.dtype)
         ahead = position[:, None, :] - position[:, :, None]  # key position minus query position

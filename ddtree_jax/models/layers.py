@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import RopeConfig
@@ -15,7 +16,7 @@ INIT_STD = 0.02
 
 
 def linear(
-    x: Float[Array, "*batch i"], weight: Float[Array, "o i"], out_dtype: jnp.dtype | None = None
+    x: Float[Array, "*batch i"], weight: Float[Array, "o i"], out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*batch o"]:
     """x @ weight.T in the stored layout, accumulated in float32, in `out_dtype` (default: the dtype of x).
 
@@ -30,7 +31,7 @@ def linear(
     return y.astype(out_dtype or x.dtype)
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
     """A parameter drawn from N(0, 0.02), for training and tests; loading replaces it."""
     return nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, dtype))
 
@@ -38,7 +39,7 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Para
 class Linear(nnx.Module):
     """A linear map without bias; the weight is [out, in] as on disk, which is also the faster layout on a CPU."""
 
-    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.weight = normal(rngs, (outputs, inputs), dtype)
 
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
@@ -48,7 +49,7 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """Token embedding, also the output head of a model with tied embeddings."""
 
-    def __init__(self, vocab: int, hidden: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, vocab: int, hidden: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.weight = normal(rngs, (vocab, hidden), dtype)
 
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
@@ -68,7 +69,7 @@ class RMSNorm(nnx.Module):
       (Qwen3, drafters).
     """
 
-    def __init__(self, size: int, *, eps: float, zero_centred: bool, dtype: jnp.dtype):
+    def __init__(self, size: int, *, eps: float, zero_centred: bool, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.zeros(size, dtype) if zero_centred else jnp.ones(size, dtype))
         self.eps = eps
         self.zero_centred = zero_centred
@@ -82,7 +83,7 @@ class RMSNorm(nnx.Module):
 class SwiGLU(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden: int, inner: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, hidden: int, inner: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.gate_proj = Linear(hidden, inner, rngs=rngs, dtype=dtype)
         self.up_proj = Linear(hidden, inner, rngs=rngs, dtype=dtype)
         self.down_proj = Linear(inner, hidden, rngs=rngs, dtype=dtype)
@@ -91,7 +92,7 @@ class SwiGLU(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rope_angles(position: Int[Array, "B N"], rope: RopeConfig, dtype: jnp.dtype) -> Float[Array, "2 B N half"]:
+def rope_angles(position: Int[Array, "B N"], rope: RopeConfig, dtype: DTypeLike) -> Float[Array, "2 B N half"]:
     """cos and sin of every rotation, computed in float32 and cast to the activation dtype (reference_models.md 1.2)."""
     exponent = jnp.arange(0, rope.rotary_dim, 2, dtype=jnp.float32) / rope.rotary_dim
     angle = position[..., None].astype(jnp.float32) * (rope.theta**-exponent)

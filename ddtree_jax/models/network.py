@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ def _abstract(spec: NetworkSpec) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: spec.module(spec.config, rngs=nnx.Rngs(0), dtype=spec.dtype)))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["spec"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Network:
     """Weights of one network with its spec; a pytree. `module()` is meant for use inside jit."""

@@ -87,8 +87,7 @@ class Target(nnx.Module):
         """`count[b]` further tokens of every sequence (right-padded to T) after `length[b]` committed ones.
 
         Returns final hidden states, tap features, and per layer what `extend` writes. `taps` are decoder layers whose
-        output is wanted
-        (0-based; Hugging Face's hidden_states[i + 1]), concatenated in the order given.
+        output is wanted (0-based; Hugging Face's hidden_states[i + 1]), concatenated in the order given.
         """
         return self._run(ids, caches, sequence_block(length, count, ids.shape[1]), taps)
 

@@ -38,8 +38,7 @@ def masked_decay(total: Float[Array, "*batch N"], mask: Bool[Array, "*batch N N"
     """exp(total_i - total_j) where mask, else 0.
 
     `total` is a cumulative log-decay. Only differences are exponentiated and the mask comes first: within one chunk
-    |total| can exceed
-    1000, so exp(-total) alone overflows (reference_models.md 1.4).
+    |total| can exceed 1000, so exp(-total) alone overflows (reference_models.md 1.4).
     """
     difference = total[..., :, None] - total[..., None, :]
     return jnp.where(mask, jnp.exp(jnp.where(mask, difference, 0.0)), 0.0)
@@ -52,8 +51,7 @@ def solve_unit_lower(
     """x of (I + strict) x = right, for a strictly lower-triangular matrix.
 
     By block inversion, matrix products only: XLA:CPU runs a batch of its triangular solves one after the other, four
-    times slower for
-    a whole model. Unlike a product of powers this never forms a number larger than the inverse has.
+    times slower for a whole model. Unlike a product of powers this never forms a number larger than the inverse has.
     """
     return _product(invert_unit_lower(strict), right)
 
@@ -95,9 +93,9 @@ def solve_by_depth(
 ) -> Float[Array, "B Hv N M"]:
     """x of (I + strict) x = right where strict[i, j] is not 0 only for ancestors j of i.
 
-    Forward substitution, all nodes of a depth at once; deeper nodes stay 0 until it is their turn (their partial sums would
-    grow like binomials). A tree is shallow, so this is less work than inverting (N = 65, depth 7, on a CPU: half the time
-    of block inversion, 1/75 of a batched triangular solve).
+    Forward substitution, all nodes of a depth at once; deeper nodes stay 0 until it is their turn (their partial sums
+    would grow like binomials). A tree is shallow, so this is less work than inverting (N = 65, depth 7, on a CPU: half
+    the time of block inversion, 1/75 of a batched triangular solve).
     """
 
     def level(d, x):

@@ -1,4 +1,4 @@
-"""Token streams and the batches cut from them: everything here is NumPy on the host and a pure function of its arguments.
+"""Token streams and the batches cut from them: NumPy on the host, pure functions of their arguments.
 
 A batch depends on (stream, step, seed) alone, so a run that is killed and started again sees the same batches.
 """
@@ -16,7 +16,7 @@ def join_documents(documents: list[list[int]], separator: int) -> np.ndarray:
 
 
 def pack_windows(stream: np.ndarray, length: int, offset: int = 0) -> np.ndarray:
-    """Cut a stream [n] into consecutive windows int32 [(n - offset) // length, length]; the tail that fills no window is dropped."""
+    """Consecutive windows int32 [(n - offset) // length, length] of a stream [n]; a tail that fills none is dropped."""
     count = max(len(stream) - offset, 0) // length
     return stream[offset : offset + count * length].reshape(count, length).astype(np.int32)
 

@@ -1,9 +1,8 @@
-"""Losses of the target and of the DFlash drafter, on modules in their training form (whole sequences, no decode caches)."""
+"""Losses of the target and of the DFlash drafter, over whole sequences (no decode caches)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +24,14 @@ def target_loss(target: Target, ids: Int[Array, "B length"]) -> Float[Array, ""]
     return jnp.mean(cross_entropy(target.logits(hidden), ids[:, 1:]))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["ids", "features", "length", "anchors"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftBatch:
     """Sequences with the places to draft from.
 
-    ids: right-padded tokens, `length[b]` of them real. features: the target's taps at every position. anchors: absolute position of
-    slot 0 of each of A blocks a sequence; a block sees the context strictly before its anchor, and the anchor's token.
+    ids: right-padded tokens, `length[b]` of them real. features: the target's taps at every position. anchors: absolute
+    position of slot 0 of each of A blocks a sequence; a block sees the context strictly before its anchor, and the
+    anchor's token.
     """
 
     ids: Int[Array, "B T"]
@@ -51,8 +51,8 @@ def draft_labels(batch: DraftBatch, block_size: int) -> tuple[Int[Array, "B A L"
 def draft_logits(drafter: Drafter, target: Target, batch: DraftBatch) -> Float[Array, "B A L V"]:
     """float32 logits of slots 1.. of all blocks of all sequences, in one pass of the drafter.
 
-    The blocks of a sequence are rows of one long query: `length` limits each to the context before its anchor, and the mask keeps them
-    apart, so the numbers are those of drafting each block alone. Embedding and head are the target's, without gradient.
+    The blocks of a sequence are rows of one long query: `length` limits each to the context before its anchor, and the
+    mask keeps them apart, so the numbers are those of drafting each block alone. Embedding and head are the target's.
     """
     size, (B, A) = drafter.config.block_size, batch.anchors.shape
     first = jnp.take_along_axis(batch.ids, batch.anchors, axis=1)[..., None]
@@ -79,7 +79,8 @@ def drafter_loss(
 ) -> tuple[Float[Array, ""], Float[Array, " L"]]:
     """Weighted cross-entropy of the slots against the text, slot k with weight exp(-(k-1)/gamma); slot 0 has no label.
 
-    Also returns, per slot, the share of labels that the arg-max hits. Labels beyond the end of a sequence count in neither.
+    Also returns, per slot, the share of labels that the arg-max hits. Labels beyond the end of a sequence count in
+    neither.
     """
     labels, there = draft_labels(batch, drafter.config.block_size)
     logits = draft_logits(drafter, target, batch)

@@ -69,18 +69,16 @@ def from_hybrid(directory: Path) -> list[Recorded]:
 
 
 def check(recorded: list[Recorded]) -> None:
-    """Rebuilds all trees of one budget as one batch."""
-    for budget in sorted({len(one.tokens) for one in recorded}):
-        batch = [one for one in recorded if len(one.tokens) == budget]
-        roots = jnp.array([int(one.root) for one in batch], jnp.int32)
-        tree = BUILD(jnp.stack([jnp.asarray(one.logits) for one in batch]), roots, budget=budget)
-        assert tree.valid.all()
-        for row, one in enumerate(batch):
-            np.testing.assert_array_equal(tree.token[row], [one.root, *one.tokens], err_msg=one.name)
-            np.testing.assert_array_equal(tree.parent[row], [-1, *one.parents], err_msg=one.name)
-            np.testing.assert_array_equal(tree.depth[row], [0, *one.depths], err_msg=one.name)
-            if one.logw is not None:
-                np.testing.assert_allclose(tree.score[row], [0.0, *one.logw], atol=1e-4, err_msg=one.name)
+    """Rebuilds every tree: tokens, parents and depths exactly, in order."""
+    for one in recorded:
+        root = jnp.array([int(one.root)], jnp.int32)
+        tree = BUILD(jnp.asarray(one.logits)[None], root, budget=len(one.tokens))
+        assert tree.valid.all(), one.name
+        np.testing.assert_array_equal(tree.token[0], [one.root, *one.tokens], err_msg=one.name)
+        np.testing.assert_array_equal(tree.parent[0], [-1, *one.parents], err_msg=one.name)
+        np.testing.assert_array_equal(tree.depth[0], [0, *one.depths], err_msg=one.name)
+        if one.logw is not None:
+            np.testing.assert_allclose(tree.score[0], [0.0, *one.logw], atol=1e-4, err_msg=one.name)
 
 
 def test_committed_trees():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 
@@ -10,11 +11,10 @@ def tree_attention(q, k_cache, v_cache, k_nodes, v_nodes, length, mask, context_
     repeats = q.shape[2] // k_cache.shape[1]
     k, v = (jnp.repeat(_join(*pair), repeats, axis=1) for pair in ((k_cache, k_nodes), (v_cache, v_nodes)))
     scores = jnp.einsum("bnhd,bhsd->bhns", q, k, preferred_element_type=jnp.float32) * scale
-    visible = jnp.concatenate([_visible_slots(q.shape[:2], k_cache.shape[2], length, context_start), mask], axis=2)[:, None]
-    top = jnp.max(jnp.where(visible, scores, -jnp.inf), axis=-1, keepdims=True)
-    weight = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
-    total = jnp.sum(weight, axis=-1, keepdims=True)
-    probability = (weight / jnp.where(total == 0.0, 1.0, total)).astype(v.dtype)
+    slots = _visible_slots(q.shape[:2], k_cache.shape[2], length, context_start)
+    visible = jnp.concatenate([slots, mask], axis=2)[:, None]
+    probability = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    probability = jnp.where(visible, probability, 0.0).astype(v.dtype)
     return jnp.einsum("bhns,bhsd->bnhd", probability, v, preferred_element_type=jnp.float32).astype(q.dtype)
 
 

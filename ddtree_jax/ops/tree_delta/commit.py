@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from ddtree_jax.ops.delta import HIGHEST, repeat_heads, step
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "u", "g"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeltaFactors:
     """Every node's update of the state: S_node = exp(g) S_parent + k u^T, with the node's own log-decay g."""
