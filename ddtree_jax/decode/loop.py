@@ -72,25 +72,24 @@ def report(progress: Progress) -> Report:
     return Report(**{f.name: getattr(progress, f.name) for f in dataclasses.fields(Report)})
 
 
-@partial(jax.jit, static_argnames=["size"], donate_argnames=["state"])
+@partial(jax.jit, donate_argnames=["state"])
 def prefill_chunk(
     target: Network,
     drafter: Network | None,
     state: DecodeState,
     last: Float[Array, "B H"],
-    ids: Int[Array, "B M"],
+    ids: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     start: Int[Array, ""],
-    size: int,
 ) -> tuple[DecodeState, Float[Array, "B H"]]:
-    """Tokens start..start+size-1 of right-padded prompts `ids`; `last` collects the hidden state of every row's last
-    prompt token.
+    """Tokens start..start+T-1 of prompts that are `lengths` long, right-padded; `last` collects the hidden state of every
+    row's last prompt token.
     """
     network, draft = module(target), module(drafter)
-    chunk = jax.lax.dynamic_slice_in_dim(ids, start, size, axis=1)
+    size = ids.shape[1]
     count = jnp.clip(lengths - start, 0, size)
     taps = draft.config.target_layer_ids if draft else ()
-    hidden, features, made = network.sequence(chunk, state.caches, state.length, count, taps)
+    hidden, features, made = network.sequence(ids, state.caches, state.length, count, taps)
     offset = jnp.full_like(state.length, start)
     ends_here = (lengths > start) & (lengths <= start + size)
     final = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -189,15 +188,15 @@ def prefill(target: Network, drafter: Network | None, request: Request) -> tuple
     """All prompts into the caches, and the first token of each row."""
     lengths = [len(p) for p in request.prompts]
     plan = prefill_plan(max(lengths))
-    ids = np.zeros((len(lengths), bucket(sum(size for _, size in plan), PREFILL_SIZES[0])), np.int32)
+    ids = np.zeros((len(lengths), sum(size for _, size in plan)), np.int32)
     for row, prompt in zip(ids, request.prompts, strict=True):
         row[: len(prompt)] = prompt
     state = start(target, drafter, request)
     last = jnp.zeros((len(lengths), target.config.hidden_size), target.spec.dtype)
+    ends = jnp.array(lengths, jnp.int32)
     for begin, size in plan:
-        state, last = prefill_chunk(
-            target, drafter, state, last, jnp.asarray(ids), jnp.array(lengths, jnp.int32), jnp.int32(begin), size=size
-        )
+        chunk = jnp.asarray(ids[:, begin : begin + size])
+        state, last = prefill_chunk(target, drafter, state, last, chunk, ends, jnp.int32(begin))
     return first_token(target, state, last)
 
 
