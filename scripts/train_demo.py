@@ -23,7 +23,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -345,6 +345,7 @@ def write_weights(path: Path, network: Network, prefix: str) -> None:
     tensors = {prefix + name: stored_tensor(name, leaf) for name, leaf in zip(names, network.leaves, strict=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def write_target(directory: Path, tokenizer: Path, network: Network) -> None:
@@ -376,8 +377,8 @@ def stage_target(args: argparse.Namespace) -> None:
         peak=TARGET_PEAK,
         evaluate=lambda leaves: f"held-out bits per byte {measure(leaves, 32):.4f}",
     )
-    log.info("target: done, held-out bits per byte %.4f", measure(leaves))
     write_target(args.out / "target", args.work / "tokenizer.json", Network(leaves, network.spec))
+    log.info("target: done, held-out bits per byte %.4f", measure(leaves))
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The operations that decide the speed: each folder has a plain reference, an XLA form, and a dispatcher with one signature."""
+"""The operations that decide the speed: each folder has a plain reference, an XLA form and one function for both."""

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Collection, Iterator
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -11,10 +12,12 @@ from ddtree_jax.tree.topology import DraftTree
 
 ACCEPTED, REJECTED = "●", "○"
 
+Batch = TypeVar("Batch")  # a DraftTree or a Walk
 
-def host_row(tree: DraftTree, row: int) -> DraftTree:
-    """One tree of a batch as NumPy arrays [N]."""
-    return jax.tree.map(lambda leaf: np.asarray(leaf[row]), tree)
+
+def host_row(batch: Batch, row: int) -> Batch:
+    """One row of a batch of trees or walks as NumPy arrays [N]."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf[row]), batch)
 
 
 def draw_tree(tree: DraftTree, token_text: Callable[[int], str], accepted: Collection[int] = ()) -> str:

@@ -6,7 +6,8 @@ best of them.
 
 The order is by score, ties by rank path, a prefix before its extension. Nothing is sorted by several keys for it:
 candidates are scattered to the place that their rank path has in lexicographic order, so a stable top-k settles ties by
-itself, and the lexicographic places come from cumulative sums. On the CPU a merge by sorting took 2 to 12 times longer.
+itself, and the lexicographic places come from cumulative sums. On the CPU, from budget 64 on, merging by lax.sort with
+several keys took 2 to 16 times as long.
 """
 
 from functools import partial

@@ -1,19 +1,21 @@
-"""What the tests of ops share: random trees, delta-rule inputs, float64 loops that are right by inspection, a look into a trace."""
+"""What the tests of ops share: random trees, delta-rule inputs, a loop in float64, a look into a trace.
+
+All arrays are NumPy: a jitted function takes them, and slicing them compiles nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 
 class Tree(NamedTuple):
     """Parents and depths of B trees of N nodes, int32 [B, N]."""
 
-    parent: jnp.ndarray
-    depth: jnp.ndarray
+    parent: np.ndarray
+    depth: np.ndarray
 
 
 def tree_of(parents: list[list[int]] | np.ndarray) -> Tree:
@@ -22,11 +24,11 @@ def tree_of(parents: list[list[int]] | np.ndarray) -> Tree:
     depth = np.zeros_like(parent)
     for b, i in np.argwhere(parent >= 0):
         depth[b, i] = depth[b, parent[b, i]] + 1
-    return Tree(jnp.asarray(parent), jnp.asarray(depth))
+    return Tree(parent, depth)
 
 
 def random_tree(rng: np.random.Generator, batch: int, nodes: int, pads: int = 0) -> Tree:
-    """Every node under a random earlier one; the last `pads` nodes of every tree are pads, of row 1 on one more each."""
+    """Every node under a random earlier one; the last `pads` nodes are pads, in row b `b` more."""
     parent = np.full((batch, nodes), -1, np.int32)
     for b in range(batch):
         for i in range(1, nodes - pads - b * (pads > 0)):
@@ -43,20 +45,20 @@ def path_to(tree: Tree, row: int, node: int) -> list[int]:
 
 
 class Rows(NamedTuple):
-    """Inputs of the delta rule: q, k [B, N, Hk, dk], v [B, N, Hv, dv], g, beta [B, N, Hv], state [B, Hv, dk, dv], all float32."""
+    """float32 q, k [B, N, Hk, dk], v [B, N, Hv, dv], g, beta [B, N, Hv], state [B, Hv, dk, dv]."""
 
-    q: jnp.ndarray
-    k: jnp.ndarray
-    v: jnp.ndarray
-    g: jnp.ndarray
-    beta: jnp.ndarray
-    state: jnp.ndarray
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    g: np.ndarray
+    beta: np.ndarray
+    state: np.ndarray
 
 
 def delta_rows(
     rng: np.random.Generator, batch: int, rows: int, key_heads: int, repeats: int, dk: int, dv: int, decay: str = "mild"
 ) -> Rows:
-    """Random rows: unit keys, scaled unit queries, beta in 0..1. Decays `mild` (e^-1), `fast` (down to e^-1000), `mixed` (both)."""
+    """Unit keys, scaled unit queries, beta in 0..1; g near -1 (mild), down to -1000 (fast), or both (mixed)."""
     heads = key_heads * repeats
     q, k = (_unit(rng.standard_normal((batch, rows, key_heads, dk))) for _ in range(2))
     v, state = rng.standard_normal((batch, rows, heads, dv)), rng.standard_normal((batch, heads, dk, dv))
@@ -64,7 +66,7 @@ def delta_rows(
     fast = -1000.0 * rng.random(g.shape)
     if decay != "mild":
         g = np.where(rng.random(g.shape) < 0.5, 1e-3 * g, fast) if decay == "mixed" else fast
-    return Rows(*(jnp.asarray(x, jnp.float32) for x in (q * dk**-0.5, k, v, g, beta, state)))
+    return Rows(*(x.astype(np.float32) for x in (q * dk**-0.5, k, v, g, beta, state)))
 
 
 def delta_loop(rows: Rows, tree: Tree) -> tuple[np.ndarray, np.ndarray]:

@@ -18,13 +18,13 @@ each = pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
 run = jax.jit(chunk_delta, static_argnames="implementation")
 
 
-def check(rows, implementation):
+def check(rows, implementation, atol=ATOL):
     tokens = rows.v.shape[1]
     out, state = run(*rows, implementation=implementation)
     expected, states = delta_loop(rows, chain(rows.v.shape[0], tokens))
     assert out.dtype == state.dtype == jnp.float32
-    assert distance(out, expected) < ATOL
-    assert distance(state, states[:, -1]) < ATOL
+    assert distance(out, expected) < atol
+    assert distance(state, states[:, -1]) < atol
 
 
 # Every length once in the chunked form; the token-by-token form has no borders.
@@ -48,19 +48,19 @@ def test_decays_down_to_minus_1000(implementation, decay):
 @each
 def test_identical_keys_written_in_full_without_decay(implementation):
     rows = delta_rows(np.random.default_rng(2), 1, 128, 1, 2, 3, 5)
-    key = jnp.broadcast_to(rows.k[:, :1], rows.k.shape)
-    rows = rows._replace(q=key, k=key, g=jnp.zeros_like(rows.g), beta=jnp.ones_like(rows.beta))
-    check(rows, implementation)
+    key = np.tile(rows.k[:, :1], (1, 128, 1, 1))
+    rows = rows._replace(q=key, k=key, g=np.zeros_like(rows.g), beta=np.ones_like(rows.beta))
+    check(rows, implementation, atol=1e-5)  # 128 full-strength writes with nothing forgotten
     np.testing.assert_allclose(run(*rows, implementation=implementation)[0], rows.v, atol=1e-5)
 
 
 @each
 def test_padding_leaves_the_state_untouched(implementation):
     rows = delta_rows(np.random.default_rng(3), 2, 130, 2, 2, 5, 3)
-    real = (jnp.arange(130) < jnp.array([70, 0])[:, None])[..., None]  # row 1 is padding only
-    padded = rows._replace(g=jnp.where(real, rows.g, 0.0), beta=jnp.where(real, rows.beta, 0.0))
+    real = (np.arange(130) < np.array([[70], [0]]))[..., None]  # row 1 is padding only
+    padded = rows._replace(g=rows.g * real, beta=rows.beta * real)
     out, state = run(*padded, implementation=implementation)
-    expected, states = delta_loop(rows, chain(2, 70 + 1))
+    expected, states = delta_loop(rows, chain(2, 130))
     assert distance(out[0, :70], expected[0, :70]) < ATOL
     assert distance(state[0], states[0, 69]) < ATOL
     np.testing.assert_array_equal(state[1], rows.state[1])
@@ -72,14 +72,14 @@ def test_two_calls_equal_one(implementation):
     out, state = run(*rows, implementation=implementation)
     first, between = run(*(x[:, :31] for x in rows[:5]), rows.state, implementation=implementation)
     second, after = run(*(x[:, 31:] for x in rows[:5]), between, implementation=implementation)
-    np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), out, atol=ATOL)
+    np.testing.assert_allclose(np.concatenate([first, second], axis=1), out, atol=ATOL)
     np.testing.assert_allclose(after, state, atol=ATOL)
 
 
 @each
 def test_a_key_head_serves_its_own_value_heads(implementation):
     rows = delta_rows(np.random.default_rng(5), 1, 3, 2, 2, 3, 7)
-    zeroed = rows._replace(k=rows.k.at[:, :, 0].set(0.0))
+    zeroed = rows._replace(k=rows.k * np.array([0, 1], np.float32)[:, None])
     changed = np.abs(run(*rows, implementation=implementation)[1] - run(*zeroed, implementation=implementation)[1])
     assert np.all(changed.max(axis=(0, 2, 3))[:2] > 1e-3) and not np.any(changed[:, 2:])
 
@@ -94,11 +94,11 @@ def test_gradients_equal_finite_differences_of_the_float64_loop(implementation):
         return jnp.sum(out**2) + jnp.sum(state**2)
 
     def total64(step):
-        moved = Rows(*(np.asarray(x, np.float64) + step * np.asarray(d, np.float64) for x, d in zip(rows, towards, strict=True)))
-        out, states = delta_loop(moved, chain(1, 5))
+        moved = (x.astype(np.float64) + step * d for x, d in zip(rows, towards, strict=True))
+        out, states = delta_loop(Rows(*moved), chain(1, 5))
         return np.sum(out**2) + np.sum(states[:, -1] ** 2)
 
-    gradient = jax.grad(total)(rows)
+    gradient = jax.jit(jax.grad(total))(rows)
     along = sum(np.vdot(x, d) for x, d in zip(gradient, towards, strict=True))
     np.testing.assert_allclose(along, (total64(1e-5) - total64(-1e-5)) / 2e-5, rtol=1e-4)
 
@@ -106,7 +106,8 @@ def test_gradients_equal_finite_differences_of_the_float64_loop(implementation):
 @each
 def test_gradients_are_finite_with_rows_of_zeros_and_extreme_decays(implementation):
     rows = delta_rows(np.random.default_rng(8), 1, 67, 1, 2, 3, 5, "mixed")
-    rows = Rows(*(x.at[:, 40:50].set(0.0) for x in rows[:5]), rows.state)
+    for x in rows[:5]:
+        x[:, 40:50] = 0.0
 
     def total(rows):
         out, state = chunk_delta(*rows, implementation=implementation)
@@ -139,4 +140,4 @@ def test_the_inverse_of_all_ones_is_exact():
 def test_unknown_implementation():
     rows = delta_rows(np.random.default_rng(10), 1, 1, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="unknown implementation 'chunks': choose one of xla, reference"):
-        chunk_delta(*rows, implementation="chunks")
+        run(*rows, implementation="chunks")

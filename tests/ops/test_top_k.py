@@ -84,7 +84,9 @@ def test_no_stage_sorts_a_whole_vocabulary():
     assert sorted(sorted_rows) == [64, 3880, 4096]  # the chosen blocks, the blocks, the survivors
 
 
-@pytest.mark.parametrize("size, k, width", [(248320, 64, 64), (151936, 64, 64), (151936, 1, 128), (248321, 64, 64), (5, 5, 1)])
+@pytest.mark.parametrize(
+    "size, k, width", [(248320, 64, 64), (151936, 64, 64), (151936, 1, 128), (248321, 64, 64), (5, 5, 1)]
+)
 def test_block_width(size, k, width):
     assert block_width(size, k) == width
 

@@ -37,5 +37,6 @@ def tree(
 def weighted_silu(rows: list[Float[Array, "B T C"]], weight: Float[Array, "K C"]) -> Float[Array, "B T C"]:
     """silu(sum_j weight[j] * rows[j]): summed in float32, rounded to the rows' dtype before silu, as HF does."""
     dtype = rows[-1].dtype
-    total = sum(row.astype(jnp.float32) * weight[j].astype(jnp.float32) for j, row in enumerate(rows))
+    terms = [row.astype(jnp.float32) * weight[j].astype(jnp.float32) for j, row in enumerate(rows)]
+    total = sum(terms[1:], terms[0])
     return jax.nn.silu(total.astype(dtype).astype(jnp.float32)).astype(dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ddtree_jax.ops.chunk_delta import reference, xla
+from ddtree_jax.ops.dispatch import choose
 
-IMPLEMENTATIONS = {"reference": reference.chunk_delta, "xla": xla.chunk_delta}
+IMPLEMENTATIONS = {"xla": xla.chunk_delta, "reference": reference.chunk_delta}
 
 
 def chunk_delta(
@@ -32,4 +34,5 @@ def chunk_delta(
     Returns:
       float32 outputs of every token, and the float32 state after the last.
     """
-    return IMPLEMENTATIONS[implementation or "xla"](q, k, v, g, beta, state)
+    q, k, v, g, beta, state = (x.astype(jnp.float32) for x in (q, k, v, g, beta, state))
+    return choose(IMPLEMENTATIONS, implementation)(q, k, v, g, beta, state)

@@ -5,21 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.ops.delta import HIGHEST
+from ddtree_jax.ops.delta import read, repeat_heads, step
 
 
 def chunk_delta(q, k, v, g, beta, state):
     """See `ddtree_jax.ops.chunk_delta.chunk_delta`."""
-    repeats = v.shape[2] // k.shape[2]
-    rows = [jnp.repeat(x, repeats, axis=2) for x in (q, k)] + [v, g, beta]
-    time_first = [jnp.moveaxis(x.astype(jnp.float32), 1, 0) for x in rows]
-    state, out = jax.lax.scan(_token, state.astype(jnp.float32), time_first)
-    return jnp.moveaxis(out, 0, 1), state
+    rows = (repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2]), v, g, beta)
 
+    def token(state, row):
+        q, *rest = row
+        state, _ = step(state, *rest)
+        return state, read(state, q)
 
-def _token(state, row):
-    q, k, v, g, beta = row
-    state = state * jnp.exp(g)[..., None, None]
-    update = beta[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", state, k, precision=HIGHEST))
-    state = state + k[..., :, None] * update[..., None, :]
-    return state, jnp.einsum("bhkv,bhk->bhv", state, q, precision=HIGHEST)
+    state, out = jax.lax.scan(token, state, tuple(jnp.swapaxes(x, 0, 1) for x in rows))
+    return jnp.swapaxes(out, 0, 1), state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.ops.delta import HIGHEST, masked_decay, solve_unit_lower
+from ddtree_jax.ops.delta import HIGHEST, path_decays, repeat_heads, solve_unit_lower
 
 CHUNK = 64
 
@@ -13,22 +13,17 @@ CHUNK = 64
 def chunk_delta(q, k, v, g, beta, state):
     """See `ddtree_jax.ops.chunk_delta.chunk_delta`."""
     T, dv = v.shape[1], v.shape[3]
-    repeats = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(x, repeats, axis=2) for x in (q, k))
+    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     size = min(CHUNK, T)
-    q, k, v, g, beta = (_to_chunks(x, size) for x in (q, k, v, g, beta))
-    total = jnp.cumsum(g, axis=-1)
+    q, k, v, g, beta = (_to_chunks(x, size) for x in (q, k, v, g, beta[..., None]))
     lower = jnp.tril(jnp.ones((size, size), bool))
-    decay = masked_decay(total, lower)
-    strict = jnp.where(lower & ~jnp.eye(size, dtype=bool), beta[..., None] * _rows(k, k) * decay, 0.0)
-    right = jnp.concatenate([v, k * jnp.exp(total)[..., None]], axis=-1) * beta[..., None]
-    solved = solve_unit_lower(strict, right)
+    gain, decay = path_decays(g, lower)
+    strict = jnp.where(lower & ~jnp.eye(size, dtype=bool), beta * _rows(k, k) * decay, 0.0)
+    solved = solve_unit_lower(strict, beta * jnp.concatenate([v, gain * k], axis=-1))
     values, keys = solved[..., :dv], solved[..., dv:]
-    inner = _rows(q, k) * decay
-    entry = q * jnp.exp(total)[..., None]
-    leaving = k * jnp.exp(total[..., -1:] - total)[..., None]
-    gain = jnp.exp(total[..., -1])
-    state, out = jax.lax.scan(_chunk, state.astype(jnp.float32), (values, keys, inner, entry, leaving, gain))
+    leaving = k * decay[..., -1, :, None]
+    chunks = (values, keys, _rows(q, k) * decay, gain * q, leaving, gain[..., -1:, :])
+    state, out = jax.lax.scan(_chunk, state, chunks)
     return _from_chunks(out, T), state
 
 
@@ -38,7 +33,7 @@ def _chunk(state, rows):
     out = jnp.einsum("bhik,bhkv->bhiv", entry, state, precision=HIGHEST)
     out = out + jnp.einsum("bhij,bhjv->bhiv", inner, update, precision=HIGHEST)
     written = jnp.einsum("bhik,bhiv->bhkv", leaving, update, precision=HIGHEST)
-    return state * gain[..., None, None] + written, out
+    return gain * state + written, out
 
 
 def _rows(a, b):
@@ -47,11 +42,11 @@ def _rows(a, b):
 
 
 def _to_chunks(x, size):
-    """[B, T, h, ...] -> float32 [chunks, B, h, size, ...], padded with rows that change nothing."""
+    """[B, T, h, ...] -> [chunks, B, h, size, ...], padded with rows that change nothing."""
     B, T, heads, *rest = x.shape
     chunks = -(-T // size)
     padding = [(0, 0), (0, chunks * size - T)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x.astype(jnp.float32), padding).reshape(B, chunks, size, heads, *rest)
+    x = jnp.pad(x, padding).reshape(B, chunks, size, heads, *rest)
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 3)
 
 

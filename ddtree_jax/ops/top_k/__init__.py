@@ -15,8 +15,8 @@ def top_k(
 ) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
     """Values (x's dtype) and int32 indices of the k largest entries of each row, as `jax.lax.top_k` gives them.
 
-    Descending; equal values with the lower index first (zeros of either sign are equal); -inf is a value like any other; a row with a
-    NaN has no order. `k` is static.
+    Descending; equal values with the lower index first (zeros of either sign are equal); -inf is a value like any
+    other; a row with a NaN has no order. `k` is static.
     Raises ValueError unless 0 <= k <= V. Source: jax_notes.md 4.6 and 5.
     """
     if not 0 <= k <= x.shape[1]:

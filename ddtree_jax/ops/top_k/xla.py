@@ -1,7 +1,7 @@
 """Top-k in two stages: the k blocks with the largest maxima, then the k largest entries of those blocks.
 
-Exact, ties included. An entry outside the chosen blocks is preceded by one entry of each of the k chosen ones: their maxima are larger,
-or equal and in a block further left.
+Exact, ties included. An entry outside the chosen blocks is preceded by one entry of each of the k chosen ones: their
+maxima are larger, or equal and in a block further left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def top_k(x, k):
 
 
 def block_width(size: int, k: int) -> int:
-    """A power of two near sqrt(size / k), so that there are about as many blocks as survivors; one that divides `size` is better."""
+    """A power of two near sqrt(size / k), for about as many blocks as survivors; better one that divides `size`."""
     ideal = 2 ** round(math.log2(max(size / k, 1)) / 2)
     without_padding = math.gcd(size, ideal)
     return without_padding if 8 * without_padding >= ideal else ideal

@@ -1,4 +1,7 @@
-"""Softmax attention of a block of rows to the committed cache and, by a mask, to each other: prefill, verify and draft."""
+"""Softmax attention of a block of rows to the committed cache and, by a mask, to each other.
+
+One operation serves prefill (causal mask), verify (ancestor mask) and the drafter (block mask, sliding windows).
+"""
 
 from __future__ import annotations
 
@@ -41,4 +44,5 @@ def tree_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     length = jnp.broadcast_to(length[:, None] if length.ndim == 1 else length, q.shape[:2])
-    return choose(IMPLEMENTATIONS, implementation)(q, k_cache, v_cache, k_nodes, v_nodes, length, mask, context_start, scale)
+    attend = choose(IMPLEMENTATIONS, implementation)
+    return attend(q, k_cache, v_cache, k_nodes, v_nodes, length, mask, context_start, scale)

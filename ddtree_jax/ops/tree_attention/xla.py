@@ -1,7 +1,8 @@
 """Fast writing of tree attention: a block of scores for the cache, one for the nodes, and one softmax over both.
 
-The cache is used in its stored layout [B, nk, S, D], as the right side of plain batched matrix products. Joining it with the nodes'
-rows, or contracting with node and head axes unmerged, makes XLA:CPU copy it.
+The cache is used in its stored layout [B, nk, S, D], as the right side of plain batched matrix products. Joining it
+with the nodes' rows, or contracting with node and head axes unmerged, makes XLA:CPU copy it (and for some shapes in
+bfloat16 refuse the product).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _joint_softmax(scores, visible):
 
 
 def _dot(pattern, left, right):
-    """A batched product with float32 result. A single bfloat16 row goes in twice: for one row XLA:CPU converts all of `right`."""
+    """A batched product, float32 result. One bfloat16 row goes in twice: for a single one XLA:CPU converts `right`."""
     if left.shape[2] == 1 and left.dtype == jnp.bfloat16:
         return _dot(pattern, jnp.repeat(left, 2, axis=2), right)[:, :, :1]
     return jnp.einsum(pattern, left, right, preferred_element_type=jnp.float32)

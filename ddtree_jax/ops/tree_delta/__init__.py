@@ -36,11 +36,12 @@ def tree_delta(
       parent: a node's parent, at a lower index; -1 for the root and for pads, each then a root of its own.
       depth: 0 where parent is -1, else the parent's + 1.
       max_depth: static, at least every depth.
-      implementation: "solve" (default: one triangular solve, no state per node), "levels" (all nodes of a depth at once) or
-        "scan" (node by node, the definition); the last two keep a state per node.
+      implementation: "solve" (default: a triangular solve, no state per node), "levels" (all nodes of a depth at once)
+        or "scan" (node by node, the definition); the last two keep a state per node.
 
     Returns:
-      float32 outputs, and the factors from which `commit_path` makes the state after a path. Source: algorithm.md 7 and 13.
+      float32 outputs, and the factors from which `commit_path` makes the state after a path.
+      Source: algorithm.md 7 and 13.
     """
     q, k, v, g, beta, state = (x.astype(jnp.float32) for x in (q, k, v, g, beta, state))
     out, u = choose(IMPLEMENTATIONS, implementation)(q, k, v, g, beta, state, parent, depth, max_depth)

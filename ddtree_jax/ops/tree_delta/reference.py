@@ -1,4 +1,4 @@
-"""The delta rule over a tree node by node: every node starts from its parent's state, kept in a buffer. The definition."""
+"""The delta rule over a tree, node by node from a buffer of their parents' states: the definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two fast writings of the delta rule over a tree: level by level with a state per node, and solved with no state per node."""
+"""The delta rule over a tree without a scan over nodes: level by level, and solved with no state per node."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from ddtree_jax.ops.delta import HIGHEST, read, repeat_heads, solve_by_depth, step
+from ddtree_jax.ops.delta import HIGHEST, path_decays, read, repeat_heads, solve_by_depth, step
 
 
 def levels(q, k, v, g, beta, state, parent, depth, max_depth):
-    """See `ddtree_jax.ops.tree_delta.tree_delta`; returns (out, u). All nodes of one depth at once, a scan over depths."""
+    """See `ddtree_jax.ops.tree_delta.tree_delta`; returns (out, u). A scan over depths, all nodes of one at once."""
     q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     state = jnp.broadcast_to(state[:, None], (*v.shape[:2], *state.shape[1:]))
 
@@ -36,7 +36,7 @@ def solve(q, k, v, g, beta, state, parent, depth, max_depth):
     rows, products = (jnp.repeat(x, heads // k.shape[2], axis=1) for x in (rows, products))
     held = jnp.einsum("bhmk,bhkv->bhmv", rows, state, precision=HIGHEST)  # k and q read the committed state once
     v, g, beta = (jnp.swapaxes(x, 1, 2) for x in (v, g, beta[..., None]))
-    gain, decay = decays(g, ancestors_or_self(parent, max_depth))
+    gain, decay = path_decays(g, ancestors_or_self(parent, max_depth))
     strict = jnp.where(jnp.eye(N, dtype=bool), 0.0, decay) * products[:, :, :N] * beta
     u = solve_by_depth(strict, beta * (v - gain * held[:, :, :N]), depth, max_depth)
     out = gain * held[:, :, N:] + jnp.einsum("bhij,bhjv->bhiv", decay * products[:, :, N:], u, precision=HIGHEST)
@@ -45,25 +45,10 @@ def solve(q, k, v, g, beta, state, parent, depth, max_depth):
 
 def ancestors_or_self(parent: Int[Array, "B N"], max_depth: int) -> Bool[Array, "B N N"]:
     """[b, i, j]: j is i or one of its ancestors. Squaring doubles the number of levels that are reached."""
-    index = jnp.arange(parent.shape[1])
+    nodes = parent.shape[1]
+    index = jnp.arange(nodes)
     path = (index[:, None] == index) | (parent[..., None] == index)
-    for _ in range(math.ceil(math.log2(max(max_depth, 1)))):
+    for _ in range(math.ceil(math.log2(max(min(max_depth, nodes - 1), 1)))):
         steps = path.astype(jnp.float32)
         path = jnp.einsum("bij,bjk->bik", steps, steps, precision=HIGHEST) > 0.0
     return path
-
-
-def decays(
-    g: Float[Array, "B Hv N"], path: Bool[Array, "B N N"]
-) -> tuple[Float[Array, "B Hv N 1"], Float[Array, "B Hv N N"]]:
-    """What is left at node i of the committed state, and of what node j wrote (0 unless j is on i's path).
-
-    The log-decays after j up to i are summed directly: a difference of two sums from the root loses the digits of a small g that
-    follows a large one.
-    """
-    if g.shape[2] == 1:
-        return jnp.exp(g)[..., None], jnp.ones((*g.shape, 1), jnp.float32)
-    on_path = path[:, None] * g[:, :, None, :]
-    strict = (path & ~jnp.eye(path.shape[1], dtype=bool)).astype(jnp.float32)
-    after = jnp.einsum("bhin,bnj->bhij", on_path, strict, precision=HIGHEST)
-    return jnp.exp(jnp.sum(on_path, axis=-1, keepdims=True)), jnp.where(path[:, None], jnp.exp(after), 0.0)
