@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ class Report:
     nodes: Int[Array, " B"]
 
 
-def module(network: Network | None):
+def module(network: Network | None) -> Any:
     """The NNX module of a network, or None: for use inside jit."""
     return None if network is None else network.module()
 
@@ -63,7 +64,7 @@ def decode_rounds(
 def trace_round(
     target: Network, drafter: Network | None, state: DecodeState, config: RoundConfig
 ) -> tuple[DecodeState, RoundTrace]:
-    """One round that also returns its tree, walk and logits; the state is not donated. For tests and the debug summary."""
+    """One round that also returns its tree, walk and logits; the state is not donated. For tests and debugging."""
     return decode_round(module(target), module(drafter), state, config)
 
 
@@ -82,8 +83,9 @@ def prefill_chunk(
     lengths: Int[Array, " B"],
     start: Int[Array, ""],
 ) -> tuple[DecodeState, Float[Array, "B H"]]:
-    """Tokens start..start+T-1 of prompts that are `lengths` long, right-padded; `last` collects the hidden state of every
-    row's last prompt token.
+    """Tokens start..start+T-1 of right-padded prompts that are `lengths` long.
+
+    `last` collects the hidden state of every row's last prompt token.
     """
     network, draft = module(target), module(drafter)
     size = ids.shape[1]

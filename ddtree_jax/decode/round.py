@@ -154,7 +154,7 @@ def extend_context(
     features: Float[Array, "B P features"],
     length: Int[Array, " B"],
 ) -> tuple[KVCache, ...]:
-    """Write the drafter's context rows of P tokens behind `length`; what lies past the kept ones is overwritten later."""
+    """Write the drafter's context rows of P tokens behind `length`; those past the kept ones are overwritten later."""
     if drafter is None:
         return caches
     position = length[:, None] + jnp.arange(features.shape[1])

@@ -1,4 +1,4 @@
-"""What is reported about a generation: acceptance, rounds, tree sizes, times. Compilation is told apart from running."""
+"""What is reported about a generation: acceptance, rounds, tree sizes, times (compilation told apart from running)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -17,15 +18,15 @@ COMPILE_EVENTS = (
 
 
 class CompileClock:
-    """Seconds that jax has spent tracing, lowering and compiling in this process (reads of the compile cache included)."""
+    """Seconds jax has spent tracing, lowering and compiling in this process, reads of the compile cache included."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, seconds: float, **_: object) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event in COMPILE_EVENTS:
-            self.seconds += seconds
+            self.seconds += duration_secs
 
 
 COMPILE_CLOCK = CompileClock()
@@ -99,6 +100,6 @@ def rounded(value: object) -> object:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def as_json(record: object) -> dict:
+def as_json(record: Any) -> dict[str, Any]:
     """A flat dataclass as a dictionary for JSON."""
     return {f.name: rounded(getattr(record, f.name)) for f in dataclasses.fields(record)}

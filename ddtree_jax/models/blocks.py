@@ -98,6 +98,14 @@ def sequence_block(length: Int[Array, " B"], count: Int[Array, " B"], size: int)
     return SequenceBlock(length[:, None] + steps, length, mask, count)
 
 
+def extend(cache: Cache, made: KVRows | DeltaCache, length: Int[Array, " B"]) -> Cache:
+    """A layer's cache after a sequence: an attention layer made rows to write, a delta layer its new cache."""
+    if isinstance(made, DeltaCache):
+        return made
+    assert isinstance(cache, KVCache)
+    return write_rows(cache, made, length)
+
+
 def write_rows(cache: KVCache, rows: KVRows, start: Int[Array, " B"]) -> KVCache:
     """Write N rows a sequence at slots start[b]..start[b]+N-1. The caller guarantees room: start + N <= S."""
     return KVCache(_write(cache.k, rows.k, start), _write(cache.v, rows.v, start))
@@ -120,6 +128,8 @@ def commit(
 ) -> Cache:
     """The cache after the first `count[b]` nodes of the path are accepted (algorithm.md sections 6 and 7)."""
     if isinstance(cache, KVCache):
+        assert isinstance(rows, KVRows)
         return write_rows(cache, KVRows(take_path(rows.k, path), take_path(rows.v, path)), length)
+    assert isinstance(rows, DeltaRows)
     window = causal_conv.next_window(cache.window, take_path(rows.conv, path), count)
     return DeltaCache(commit_path(cache.state, rows.factors, path, count), window)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import DeltaConfig
 from ddtree_jax.models.blocks import DeltaCache, DeltaRows, SequenceBlock, TreeBlock
@@ -70,7 +70,7 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B N H"], DeltaRows]:
         """N tree nodes from the committed cache, which is only read."""
         conv = self.in_proj_qkv(x)
-        ancestors = block.ancestors[..., 1 : self.config.conv_taps]
+        ancestors = nearest_ancestors(block, self.config.conv_taps - 1)
         q, k, v = self._heads(causal_conv.tree(conv, cache.window, self.conv1d.weight[...], ancestors, block.depth))
         g, beta = self._gates(x)
         out, factors = tree_delta(q, k, v, g, beta, cache.state, block.parent, block.depth, max_depth=block.max_depth)
@@ -94,6 +94,12 @@ class GatedDeltaNet(nnx.Module):
     def _finish(self, out: Float[Array, "B N Hv dv"], x: Float[Array, "B N H"]) -> Float[Array, "B N H"]:
         gate = self.in_proj_z(x).reshape(out.shape)
         return self.out_proj(self.norm(out.astype(x.dtype), gate).reshape(*x.shape[:2], -1))
+
+
+def nearest_ancestors(block: TreeBlock, count: int) -> Int[Array, "B N count"]:
+    """Parent, grandparent, ...: `count` of them whatever the depth of the tree, -1 beyond the root."""
+    there = block.ancestors[..., 1 : count + 1]
+    return jnp.pad(there, ((0, 0), (0, 0), (0, count - there.shape[-1])), constant_values=-1)
 
 
 def unit(x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +21,7 @@ class DrafterLayer(nnx.Module):
     """
 
     def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        norm = dict(eps=config.norm_eps, zero_centred=False, dtype=dtype)
+        norm: dict[str, Any] = dict(eps=config.norm_eps, zero_centred=False, dtype=dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
         self.self_attn = Attention(config.attention, config.hidden_size, rngs=rngs, **norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
@@ -41,7 +42,7 @@ class Drafter(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         hidden, taps = config.hidden_size, len(config.target_layer_ids)
-        norm = dict(eps=config.norm_eps, zero_centred=False, dtype=dtype)
+        norm: dict[str, Any] = dict(eps=config.norm_eps, zero_centred=False, dtype=dtype)
         self.fc = Linear(taps * hidden, hidden, rngs=rngs, dtype=dtype)
         self.hidden_norm = RMSNorm(hidden, **norm)
         self.layers = nnx.List([DrafterLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])

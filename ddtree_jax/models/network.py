@@ -1,4 +1,4 @@
-"""A network as a flat pytree: what jitted functions take, so that a call flattens one tuple and never walks a module."""
+"""A network as a flat pytree: what jitted functions take, so that a call flattens a tuple and never walks a module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NetworkSpec:
     key.
     """
 
-    module: type[nnx.Module]
+    module: type[Any]
     config: Any
     dtype: jnp.dtype
 
@@ -59,7 +59,7 @@ class Network:
         return sum(leaf.size for leaf in self.leaves)
 
     @classmethod
-    def of(cls, module: nnx.Module) -> Network:
-        """Flatten a live module (training, tests)."""
+    def of(cls, module: Any) -> Network:
+        """Flatten a live Target or Drafter (training, tests)."""
         spec = NetworkSpec(type(module), module.config, module.dtype)
         return cls(tuple(jax.tree.leaves(nnx.split(module)[1])), spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,8 +19,8 @@ from ddtree_jax.models.blocks import (
     Rows,
     SequenceBlock,
     TreeBlock,
+    extend,
     sequence_block,
-    write_rows,
 )
 from ddtree_jax.models.delta_net import GatedDeltaNet
 from ddtree_jax.models.layers import Embedding, Linear, RMSNorm, SwiGLU, linear, rope_angles
@@ -29,11 +30,11 @@ class DecoderLayer(nnx.Module):
     """Mixer and feed-forward, each behind a norm and a residual."""
 
     def __init__(self, config: TargetConfig, kind: str, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        norm = dict(eps=config.norm_eps, zero_centred=config.zero_centred_norm, dtype=dtype)
+        norm: dict[str, Any] = dict(eps=config.norm_eps, zero_centred=config.zero_centred_norm, dtype=dtype)
         hidden = config.hidden_size
         self.linear = kind == LINEAR
         self.input_layernorm = RMSNorm(hidden, **norm)
-        if self.linear:
+        if self.linear and config.delta is not None:
             self.linear_attn = GatedDeltaNet(config.delta, hidden, eps=config.norm_eps, rngs=rngs, dtype=dtype)
         else:
             self.self_attn = Attention(config.attention, hidden, rngs=rngs, **norm)
@@ -41,7 +42,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = SwiGLU(hidden, config.intermediate_size, rngs=rngs, dtype=dtype)
 
     def __call__(self, x, cache: Cache, block: SequenceBlock | TreeBlock, angles):
-        """Returns the layer's output and what it made: K/V rows, node rows, or (delta layer, sequence) the new cache."""
+        """The layer's output, and what it made: K/V rows, node rows, or (delta layer, sequence) the new cache."""
         y, made = self._mix(self.input_layernorm(x), cache, block, angles)
         x = x + y
         return x + self.mlp(self.post_attention_layernorm(x)), made
@@ -49,8 +50,9 @@ class DecoderLayer(nnx.Module):
     def _mix(self, x, cache, block, angles):
         if not self.linear:
             return self.self_attn(x, angles, cache, block.length, block.mask)
-        run = self.linear_attn.tree if isinstance(block, TreeBlock) else self.linear_attn.sequence
-        return run(x, cache, block)
+        if isinstance(block, TreeBlock):
+            return self.linear_attn.tree(x, cache, block)
+        return self.linear_attn.sequence(x, cache, block)
 
 
 class Target(nnx.Module):
@@ -95,9 +97,7 @@ class Target(nnx.Module):
         self, caches: Sequence[Cache], made: Sequence[KVRows | DeltaCache], length: Int[Array, " B"]
     ) -> tuple[Cache, ...]:
         """The caches after a `sequence` call. Needs room for T more slots."""
-        return tuple(
-            write_rows(c, m, length) if isinstance(c, KVCache) else m for c, m in zip(caches, made, strict=True)
-        )
+        return tuple(extend(c, m, length) for c, m in zip(caches, made, strict=True))
 
     def verify(
         self, tokens: Int[Array, "B N"], caches: Sequence[Cache], block: TreeBlock, taps: Sequence[int] = ()
@@ -133,7 +133,7 @@ class Target(nnx.Module):
         kv = (batch, a.num_kv_heads, capacity, a.head_dim)
 
         def empty(kind: str) -> Cache:
-            if kind != LINEAR:
+            if kind != LINEAR or d is None:
                 return KVCache(jnp.zeros(kv, self.dtype), jnp.zeros(kv, self.dtype))
             state = jnp.zeros((batch, d.num_value_heads, d.key_dim, d.value_dim), jnp.float32)
             return DeltaCache(state, jnp.zeros((batch, d.conv_taps - 1, d.channels), self.dtype))
