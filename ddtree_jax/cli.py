@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ddtree_jax import __version__
 from ddtree_jax.errors import InputError
+from ddtree_jax.files import read_json
 
 EXAMPLES = """examples:
   ddtree-jax generate --prompt "def quick_sort(items):" --stream
@@ -20,16 +23,31 @@ EXAMPLES = """examples:
 """
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and whose help keeps the line breaks of its examples."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where the options are listed."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, or 2 after one line about a mistake in the input."""
     arguments = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks is no reason to stop
     try:
         arguments.run(arguments)
+        print(end="", flush=True)
     except InputError as error:
-        print(f"ddtree-jax: error: {error}", file=sys.stderr)
+        print("ddtree-jax: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except BrokenPipeError:
-        return 0
+        # whoever read our output has left: give what is still buffered, which Python flushes at exit, to nobody
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
     return 0
@@ -37,10 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    parser = _parser(
-        argparse.ArgumentParser, prog="ddtree-jax", description=__doc__.split(":")[0] + ".", epilog=EXAMPLES
-    )
-    parser.description = "Exact speculative decoding of Qwen hybrids with draft trees, in JAX."
+    description = "Exact speculative decoding of Qwen hybrids with draft trees, in JAX."
+    parser = OneLineParser(prog="ddtree-jax", description=description, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
@@ -48,14 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parser(factory: Any, *args: Any, **kwargs: Any) -> argparse.ArgumentParser:
-    return factory(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-
-
 def _add_generate(commands: Any) -> None:
-    parser = _parser(
-        commands.add_parser, "generate", help="continue prompts", description="Continue prompts.", epilog=EXAMPLES
-    )
+    parser = commands.add_parser("generate", help="continue prompts", description="Continue prompts.", epilog=EXAMPLES)
     parser.set_defaults(run=run_generate)
     _add_model_options(parser)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -96,8 +106,7 @@ def _add_decode_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    parser = _parser(
-        commands.add_parser,
+    parser = commands.add_parser(
         "demo",
         help="plain, chain and tree decoding side by side",
         description="The embedded pair decodes the same prompts by plain, chain and tree decoding.",
@@ -111,11 +120,10 @@ def _add_demo(commands: Any) -> None:
 
 def run_generate(arguments: argparse.Namespace) -> None:
     """The command `generate`."""
-    if arguments.drafter and not arguments.target:
-        raise InputError("--drafter needs --target; without both, the demo pair is used")
     prompt_ids = None if arguments.prompt_ids is None else read_prompt_ids(arguments.prompt_ids)
+    check(arguments, prompts=len(prompt_ids) if prompt_ids and is_batch(prompt_ids) else 1)
     model = load_model(arguments)
-    options = decode_options(arguments, model)
+    options = decode_options(arguments, method="ddtree" if model.drafter else "ar")
     if arguments.chat:
         chat(model, options)
     elif arguments.debug_round:
@@ -126,6 +134,19 @@ def run_generate(arguments: argparse.Namespace) -> None:
         stream_text(model, prompt_arguments(arguments, prompt_ids), options)
     else:
         print_results(arguments, model, prompt_ids, options)
+
+
+def check(arguments: argparse.Namespace, prompts: int) -> None:
+    """Refuse what can be refused before a model is loaded, which may take minutes."""
+    from ddtree_jax.generation import Options
+
+    if arguments.drafter and not arguments.target:
+        raise InputError("--drafter needs --target; without both, the demo pair is used")
+    if arguments.chat and (arguments.json or arguments.debug_round):
+        raise InputError("--chat streams its answers; --json and --debug-round take --prompt or --prompt-ids")
+    if arguments.stream and prompts != 1:
+        raise InputError(f"--stream takes one prompt, not a batch of {prompts}")
+    Options(**decode_options(arguments, method="ar")).check(prompts)
 
 
 def run_demo(arguments: argparse.Namespace) -> None:
@@ -145,19 +166,16 @@ def load_model(arguments: argparse.Namespace) -> Any:
     return load(arguments.target, arguments.drafter, dtype=dtype)
 
 
-def decode_options(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """Keyword arguments for `generate` and `stream`."""
+def decode_options(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
+    """Keyword arguments for `generate` and `stream`; `method` is what is used when the user chose none."""
     names = "tree_budget tree max_new_tokens temperature top_k top_p min_p seed couple".split()
     options = {name: getattr(arguments, name) for name in names}
-    return options | {"method": arguments.method or ("ddtree" if model.drafter else "ar")}
+    return options | {"method": arguments.method or method}
 
 
 def read_prompt_ids(path: str) -> list[Any]:
     """A list of token ids, or a list of such lists, from a JSON file."""
-    try:
-        ids = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}") from None
+    ids = read_json(Path(path))
     rows = ids if is_batch(ids) else [ids]
     if not all(isinstance(row, list) and all(type(i) is int for i in row) for row in rows):
         raise InputError(f"{path} should hold a list of token ids, or a list of such lists")
@@ -196,7 +214,7 @@ def print_results(
         print(json.dumps(objects if is_batch(prompt_ids) else objects[0]))
         return
     for result in results:
-        print(arguments.prompt or "", result.text or result.output_ids, sep="" if result.text else "\n")
+        print(result.output_ids if result.text is None else (arguments.prompt or "") + result.text)
         print(summary_line(result), file=sys.stderr)
 
 
@@ -204,8 +222,9 @@ def summary_line(result: Any) -> str:
     """One line of figures about a result."""
     return (
         f"[{result.completion_tokens} tokens, {result.finish_reason}; {result.rounds} rounds, mean acceptance length "
-        f"{result.mean_acceptance_length:.2f}; {result.tokens_per_second:.1f} tokens/s; prefill {result.prefill_seconds:.2f} s, "
-        f"decode {result.decode_seconds:.2f} s, compile {result.compile_seconds:.2f} s]"
+        f"{result.mean_acceptance_length:.2f}; {result.tokens_per_second:.1f} tokens/s; "
+        f"prefill {result.prefill_seconds:.2f} s, decode {result.decode_seconds:.2f} s, "
+        f"compile {result.compile_seconds:.2f} s]"
     )
 
 
@@ -213,8 +232,6 @@ def stream_text(model: Any, prompts: dict[str, Any], options: dict[str, Any]) ->
     """Print pieces of one prompt's text as they come; returns the whole."""
     from ddtree_jax.generation import stream
 
-    if len(prompts.get("prompt_ids", [0])) != 1:
-        raise InputError("--stream takes one prompt, not a batch")
     if model.tokenizer is None:
         raise InputError("--stream needs a tokenizer.json in the target directory")
     pieces = []
@@ -230,12 +247,7 @@ def chat(model: Any, options: dict[str, Any]) -> None:
     if model.tokenizer is None:
         raise InputError("--chat needs a tokenizer.json in the target directory")
     messages: list[dict[str, str]] = []
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
+    while line := read_message():
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
@@ -243,3 +255,13 @@ def chat(model: Any, options: dict[str, Any]) -> None:
         ids = model.tokenizer.encode(prompt, add_special_tokens=False)
         answer = stream_text(model, {"prompt_ids": [ids]}, options)
         messages.append({"role": "assistant", "content": answer})
+
+
+def read_message() -> str:
+    """The next line of standard input with its line break, '' at the end; on a terminal it is asked for."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    try:
+        return sys.stdin.readline()
+    except UnicodeDecodeError:
+        raise InputError("standard input is not UTF-8 text") from None

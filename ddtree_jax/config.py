@@ -309,7 +309,7 @@ def _quantisation(config: Any) -> str:
 
 
 def _layer_types(reader: _Reader, hybrid: bool) -> tuple[str, ...]:
-    """One kind a layer: the list where there is one, else every `full_attention_interval`-th layer is full attention."""
+    """One kind a layer: the list where there is one, else full attention every `full_attention_interval` layers."""
     count = reader.size("num_hidden_layers")
     interval = reader.size("full_attention_interval", 4) if hybrid else 1
     types = reader.names("layer_types", [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)])
@@ -334,9 +334,9 @@ def _rope(reader: _Reader, head_dim: int, partial: float) -> RopeConfig:
     """Rotary settings, flat (transformers 4) or in `rope_parameters` (5). A missing theta is an error, never 10,000."""
     rope = _Reader({**reader.config, **reader.mapping("rope_parameters")}, reader.name, reader.problems)
     scaling = reader.mapping("rope_scaling")
-    kind = rope.config.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        reader.problems.append(f"rope type {kind!r} is not implemented (only 'default')")
+    for kind in (rope.config.get("rope_type"), scaling.get("rope_type"), scaling.get("type")):
+        if kind not in (None, "default"):
+            reader.problems.append(f"rope type {kind!r} is not implemented (only 'default')")
     factor = rope.positive("partial_rotary_factor", partial)
     rotary_dim = int(head_dim * factor)
     if factor > 1 or rotary_dim < 2 or rotary_dim % 2:

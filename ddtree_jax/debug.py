@@ -1,4 +1,4 @@
-"""A picture of one round: what was drafted, what the target chose, what was accepted. Asked for when acceptance is low."""
+"""A picture of one round: what was drafted, what the target chose, what was accepted. For when acceptance is low."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from ddtree_jax.decode.state import RoundConfig
 from ddtree_jax.decode.stats import Stats, Stopwatch, Timings, as_json
 from ddtree_jax.errors import InputError
 from ddtree_jax.loading import Model
+from ddtree_jax.models.network import Network
 from ddtree_jax.text import IncrementalDecoder
 
 METHODS = ("ar", "dflash", "ddtree")
@@ -52,10 +53,14 @@ class Options:
             (self.tree in TREES, f"tree {self.tree!r} is unknown; use one of {', '.join(TREES)}"),
             (all(0 <= b <= 4096 for b in budgets), "tree budget should be between 0 and 4096 nodes"),
             (self.max_new_tokens >= 1, "max_new_tokens should be at least 1"),
-            (math.isfinite(self.temperature) and self.temperature >= 0, "temperature should be a number from 0 up"),
-            (self.top_k >= 0, "top_k should be 0 (off) or more"),
+            (
+                self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
+                "temperature should be 0 (greedy) or between 1e-6 and 1e6",
+            ),
+            (0 <= self.top_k < 2**31, "top_k should be 0 (off) or more, and below 2**31"),
             (0 < self.top_p <= 1, "top_p should be above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min_p should be between 0 and 1"),
+            (self.stop_ids is None or all(0 <= i < 2**31 for i in self.stop_ids), "stop_ids should be token ids"),
             (all(0 <= s < 2**32 for s in per_row(self.seed, rows, "seed")), "seed should be between 0 and 2**32 - 1"),
         )
         problem = next((message for ok, message in checks if not ok), None)
@@ -194,20 +199,29 @@ def read_prompts(
     model: Model, prompts: Sequence[str] | None, prompt_ids: Sequence[Sequence[int]] | None
 ) -> list[list[int]]:
     """Token ids of every prompt, checked against the model."""
-    if (prompts is None) == (prompt_ids is None):
-        raise InputError("give either prompts or prompt_ids")
-    if prompts is not None:
-        if isinstance(prompts, str):
-            raise InputError("prompts should be a list of strings, not one string")
+    if prompts is not None and prompt_ids is None:
+        if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise InputError("prompts should be a list of strings")
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json; give prompt_ids")
-        prompt_ids = [model.tokenizer.encode(prompt) for prompt in prompts]
-    ids = [list(map(int, row)) for row in prompt_ids or ()]
+        ids = [model.tokenizer.encode(prompt) for prompt in prompts]
+    elif prompts is None and prompt_ids is not None:
+        ids = [_whole_numbers(number, row) for number, row in enumerate(prompt_ids)]
+    else:
+        raise InputError("give either prompts or prompt_ids")
     if not ids:
         raise InputError("there is no prompt")
     for number, row in enumerate(ids):
         _check_prompt(model, number, row)
     return ids
+
+
+def _whole_numbers(number: int, row: Sequence[SupportsIndex]) -> list[int]:
+    """Token ids as Python integers, from any integer type."""
+    try:
+        return [operator.index(i) for i in row]
+    except TypeError:
+        raise InputError(f"prompt {number} should be a list of token ids, which are whole numbers") from None
 
 
 def _check_prompt(model: Model, number: int, ids: list[int]) -> None:
@@ -224,8 +238,6 @@ def _check_prompt(model: Model, number: int, ids: list[int]) -> None:
 def make_request(model: Model, ids: list[list[int]], options: Options) -> Request:
     """Check the options against the model and turn them into a Request."""
     options.check(len(ids))
-    if options.method != "ar" and model.drafter is None:
-        raise InputError(f"method {options.method!r} needs a drafter; load one, or use method 'ar'")
     config, budgets = round_config(model, options, len(ids))
     room = model.target.config.max_positions
     return Request(
@@ -241,8 +253,13 @@ def make_request(model: Model, ids: list[list[int]], options: Options) -> Reques
 def round_config(model: Model, options: Options, rows: int) -> tuple[RoundConfig, list[int]]:
     """The three methods as one: a budget, a tree shape and a horizon. Also each row's own budget."""
     budgets = per_row(options.tree_budget, rows, "tree_budget")
-    if options.method == "ar" or (options.method == "ddtree" and max(budgets) == 0):
-        return RoundConfig(0, "chain", 0), [0] * rows
+    plain = RoundConfig(0, "chain", 0), [0] * rows
+    if options.method == "ar":
+        return plain
+    if model.drafter is None:
+        raise InputError(f"method {options.method!r} needs a drafter; load one, or use method 'ar'")
+    if options.method == "ddtree" and max(budgets) == 0:
+        return plain
     horizon = model.drafter.config.horizon
     if options.method == "dflash":
         return RoundConfig(horizon, "chain", horizon, options.couple, options.cap_block), [horizon] * rows
@@ -265,13 +282,16 @@ def make_sampling(options: Options, rows: int) -> Sampling:
 
 def per_row(value: int | Sequence[int], rows: int, name: str) -> list[int]:
     """One value a row, from one for all or from a list."""
-    values = [value] * rows if isinstance(value, int) else list(value)
+    values = list(value) if isinstance(value, Sequence | np.ndarray) else [value] * rows
     if len(values) != rows:
         raise InputError(f"{name} has {len(values)} entries for {rows} prompts")
-    return values
+    try:
+        return [operator.index(v) for v in values]
+    except TypeError:
+        raise InputError(f"{name} should be a whole number, or a list with one for each prompt") from None
 
 
-def _drafter(model: Model, request: Request):
+def _drafter(model: Model, request: Request) -> Network | None:
     """The drafter, unless no round drafts (then its context is not kept either)."""
     return model.drafter if request.config.budget else None
 

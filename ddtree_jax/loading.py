@@ -44,29 +44,35 @@ def load(target: str | Path | None = None, drafter: str | Path | None = None, dt
       dtype: "bfloat16" or "float32", of weights and activations; gates, decay and recurrent state are float32 in both.
 
     Raises InputError with one line that lists what is wrong: missing or truncated files, unknown architectures, tensors
-    that do not fit,
-    a drafter of another target.
+    that do not fit, a drafter of another target. Whatever can be checked without the weights is checked before them.
     """
-    enable_compile_cache()
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if target is None:
-        target, drafter = DEMO / "target", drafter or DEMO / "drafter"
+        target, drafter = demo_directory("target"), drafter or demo_directory("drafter")
     checkpoint = Checkpoint(target)
-    network = _network(checkpoint, Target, TargetConfig.from_hf(checkpoint.config), dtype)
-    draft_network = None
-    if drafter is not None:
-        source = Checkpoint(drafter)
-        config = DrafterConfig.from_hf(source.config)
-        config.check_against(network.config)
-        draft_network = _network(source, Drafter, config, dtype)
+    spec = NetworkSpec(Target, TargetConfig.from_hf(checkpoint.config), jnp.dtype(dtype))
+    draft = None if drafter is None else _open_drafter(drafter, spec)
     tokenizer = _tokenizer(checkpoint)
     stops = stop_ids(checkpoint.json("generation_config.json"), checkpoint.config, tokenizer)
-    return Model(network, draft_network, tokenizer, tuple(sorted(stops)))
+    enable_compile_cache()
+    return Model(load_network(checkpoint, spec), load_network(*draft) if draft else None, tokenizer, stops)
 
 
-def _network(checkpoint: Checkpoint, module: type, config: TargetConfig | DrafterConfig, dtype: str) -> Network:
-    return load_network(checkpoint, NetworkSpec(module, config, jnp.dtype(dtype)))
+def demo_directory(part: str) -> Path:
+    """The directory of the demo pair's target or drafter; InputError when it is not installed."""
+    directory = DEMO / part
+    if not directory.is_dir():
+        raise InputError(f"the demo pair is not installed ({directory}); give a target, or run scripts/train_demo.py")
+    return directory
+
+
+def _open_drafter(directory: str | Path, target: NetworkSpec) -> tuple[Checkpoint, NetworkSpec]:
+    """A drafter's checkpoint, checked against its target."""
+    checkpoint = Checkpoint(directory)
+    config = DrafterConfig.from_hf(checkpoint.config)
+    config.check_against(target.config)
+    return checkpoint, NetworkSpec(Drafter, config, target.dtype)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

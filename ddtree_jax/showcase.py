@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ddtree_jax.errors import InputError
 from ddtree_jax.generation import Result, generate
-from ddtree_jax.loading import DEMO, Model, load
+from ddtree_jax.loading import Model, load
 
 PROMPTS = (
     'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a text file."""\n',
@@ -27,14 +27,11 @@ METHODS = {"plain": dict(method="ar"), "chain": dict(method="dflash"), "tree": d
 REPEATS = 3
 PLATFORM_NOTE = """\
 Where the time goes: on a CPU, verifying 8 rows costs about 2.4 plain steps and 64 rows about 6.8, so a tree pays here
-only
-when its mean acceptance length is above that. On a GPU, where a step waits for memory, 65 nodes cost about one step."""
+only when its mean acceptance length is above that. On a GPU, where a step waits for memory, 65 nodes cost about one."""
 
 
 def run(max_new_tokens: int, tree_budget: int, as_json: bool) -> None:
     """Print the texts and the comparison (or one JSON object). Raises InputError when the texts are not the same."""
-    if not (DEMO / "target").is_dir():
-        raise InputError(f"the demo pair is not installed ({DEMO}); make it with scripts/train_demo.py")
     model = load(dtype="float32")
     runs = {name: measure(model, max_new_tokens, tree_budget, options) for name, options in METHODS.items()}
     texts = {name: [r.text for r in results] for name, (results, _) in runs.items()}
@@ -66,11 +63,16 @@ def row(results: Sequence[Result], seconds: float) -> dict[str, float]:
     """Figures of one method over all prompts."""
     tokens, rounds = sum(r.completion_tokens for r in results), sum(r.rounds for r in results)
     return {
-        "tokens_per_second": round((tokens - len(results)) / seconds, 1),
-        "mean_acceptance_length": round(sum(sum(r.acceptance_lengths) for r in results) / rounds, 2),
-        "target_passes_per_token": round((rounds + len(results)) / tokens, 3),
-        "milliseconds_per_round": round(1000 * seconds / rounds, 2),
+        "tokens_per_second": ratio(tokens - len(results), seconds, 1),
+        "mean_acceptance_length": ratio(sum(sum(r.acceptance_lengths) for r in results), rounds, 2),
+        "target_passes_per_token": ratio(rounds + len(results), tokens, 3),
+        "milliseconds_per_round": ratio(1000 * seconds, rounds, 2),
     }
+
+
+def ratio(part: float, whole: float, digits: int) -> float:
+    """part / whole, rounded; 0 where nothing was done (one token needs no round)."""
+    return round(part / whole, digits) if whole else 0.0
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:

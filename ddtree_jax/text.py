@@ -155,7 +155,7 @@ def stop_ids(
 
 def _id_list(value: Any) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(i) is int and i >= 0 for i in ids):
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise InputError(f"eos_token_id must be a token id or a list of them, not {value!r}")
     return ids
 
@@ -203,7 +203,7 @@ def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
         template = named[0].get("template") if named else None
     if not isinstance(template, str | None):
-        raise InputError(f"{directory}: chat_template in tokenizer_config.json should be a text or a list of named ones")
+        raise InputError(f"{directory}: chat_template in tokenizer_config.json must be a text or a list of named ones")
     return template
 
 

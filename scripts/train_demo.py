@@ -237,7 +237,8 @@ def train(
         spent += 0.0 if step == first else now - clock  # the first step of a process is compilation
         clock, step = now, step + 1
         if step % 25 == 0:
-            log.info("%s: step %d, %.0f s, rate %.2e, loss %.4f %s", path.stem, step, spent, rate, loss, figures)
+            shares = " ".join(f"{x:.2f}" for x in np.ravel(figures))
+            log.info("%s: step %d, %.0f s, rate %.2e, loss %.4f %s", path.stem, step, spent, rate, loss, shares)
         if now - saved > CHECKPOINT_SECONDS or spent >= minutes * 60:
             save_arrays(path, jax.tree.leaves((leaves, moments)), step=step, spent=spent)
             log.info("%s: step %d, %.0f s, saved; %s", path.stem, step, spent, evaluate(leaves))

@@ -150,12 +150,29 @@ def test_truncation_in_the_file_is_ignored(directory: Path):
         ("tokenizer_config.json", "{", "cannot be read"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("tokenizer_config.json", MISPLACED, "has elsewhere.*im_end"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "should map ids to tokens"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "should map ids to tokens"),
     ],
 )
 def test_bad_directories_are_refused(directory: Path, name: str, content: str | None, message: str):
     (directory / name).unlink() if content is None else (directory / name).write_text(content)
     with pytest.raises(InputError, match=message):
         Tokenizer.from_directory(directory)
+
+
+@pytest.mark.parametrize("template", [5, {"default": "x"}, [{"name": "default", "template": 5}]])
+def test_templates_of_another_type_are_refused(directory: Path, template: object):
+    (directory / "chat_template.jinja").unlink()
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(InputError, match="chat_template in tokenizer_config.json must be a text"):
+        Tokenizer.from_directory(directory)
+
+
+@pytest.mark.parametrize("template", [None, [], [{"name": "tool_use", "template": "t"}], ["x"]])
+def test_no_default_template_is_none(directory: Path, template: object):
+    (directory / "chat_template.jinja").unlink()
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert Tokenizer.from_directory(directory).chat_template is None
 
 
 def test_only_byte_level_tokenizers(tmp_path: Path):
@@ -302,7 +319,7 @@ def test_stop_ids_are_the_union(generation, config, special, expected):
     assert stop_ids(generation, config, tokenizer) == expected
 
 
-@pytest.mark.parametrize("value", ["2", -1, [1, None], True, 1.0])
+@pytest.mark.parametrize("value", ["2", -1, [1, None], True, 1.0, 2**31])
 def test_stop_ids_must_be_ids(value):
     with pytest.raises(InputError, match="eos_token_id"):
         stop_ids({"eos_token_id": value}, {}, None)
@@ -372,6 +389,8 @@ def test_template_conventions():
         (OPENING_TEMPLATE, [], "at least one"),
         ("{% if %}", user("x"), "cannot be applied"),
         ("{{ messages.append(1) }}", user("x"), "cannot be applied"),
+        ("{{ 1 / 0 }}", user("x"), "cannot be applied: division by zero"),
+        ("{{ messages[0].content.index('y') }}", user("x"), "cannot be applied: substring not found"),
         ("{{ ''.__class__.__mro__ }}", user("x"), "unsafe"),
     ],
 )

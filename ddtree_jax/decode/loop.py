@@ -161,13 +161,14 @@ def start(target: Network, drafter: Network | None, request: Request) -> DecodeS
     needed = max(len(p) + n for p, n in zip(request.prompts, request.limits, strict=True)) + path
     capacity = bucket(max(padded, needed), 256)
     room = bucket(max(request.limits), 64)
-    stop_ids = jnp.array(request.stop_ids or (-1,), jnp.int32)
+    stop_ids = np.full(bucket(len(request.stop_ids), 8), -1, np.int32)  # so that their number compiles nothing anew
+    stop_ids[: len(request.stop_ids)] = request.stop_ids
     return _allocate(
         target,
         drafter,
         jnp.array(request.limits, jnp.int32),
         jnp.array(request.row_budgets, jnp.int32),
-        stop_ids,
+        jnp.asarray(stop_ids),
         request.sampling,
         (batch, capacity, room),
     )

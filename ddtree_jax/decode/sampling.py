@@ -107,5 +107,7 @@ def smallest_kept(
 
 
 def _scale(logits, temperature):
-    """logits / T, and unscaled where T is 0 (those rows do not use the result)."""
-    return logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)[..., None]
+    """(logits - max) / T, which no T overflows; T is taken as 1 where it is 0 (those rows do not use the result)."""
+    logits = logits.astype(jnp.float32)
+    distance = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return distance / jnp.where(temperature > 0, temperature, 1.0)[..., None]
