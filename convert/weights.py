@@ -1,30 +1,23 @@
-"""Tensor names of a checkpoint -> parameters of a module. The tables below are all there is to know; every mismatch is
-reported at once.
-"""
+"""A checkpoint's tensors -> the parameters of a module, strictly: every mismatch is reported, all at once."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from convert.checkpoint import Checkpoint, summary
+from convert.recipes import Recipe, Shape, recipe
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.network import Network, NetworkSpec
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # first match wins
 SKIPPED = ("mtp.", "model.visual.", "visual.")  # families that text decoding does not need
-
-Transform = Callable[[np.ndarray], np.ndarray]
-TRANSFORMS: tuple[tuple[str, Transform], ...] = (
-    (r"layers\.\d+\.linear_attn\.conv1d\.weight", lambda w: w[:, 0, :].T),  # [C, 1, K] -> [K, C]
-)
 LOG = logging.getLogger(__name__)
 
 
@@ -39,12 +32,14 @@ def load_network(checkpoint: Checkpoint, spec: NetworkSpec) -> Network:
     # jax orders a state's leaves by path, and the flat state has the same order: that of `Network.leaves`
     wanted = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
     sources = _sources(checkpoint, tied="lm_head.weight" not in wanted)
-    problems = _problems(checkpoint, {name: leaf.shape for name, leaf in wanted.items()}, sources)
+    made = {name: recipe(name, leaf.shape, spec.config, sources) for name, leaf in wanted.items()}
+    needed = {tensor: shape for recipe in made.values() for tensor, shape in recipe.tensors.items()}
+    problems = _problems(checkpoint, needed, sources)
     if problems:
         raise InputError(f"{checkpoint.directory} does not fit {spec.module.__name__}: {problems}")
     if left_out := skipped(checkpoint):
         LOG.info("%s: tensors left out: %s", checkpoint.directory, dict(left_out))
-    leaves = [_place(checkpoint.read(sources[name]), name, leaf.dtype) for name, leaf in wanted.items()]
+    leaves = [_place(checkpoint, made[name], sources, leaf.dtype) for name, leaf in wanted.items()]
     return Network(tuple(leaves), spec)
 
 
@@ -54,14 +49,13 @@ def skipped(checkpoint: Checkpoint) -> Counter[str]:
     return Counter(family for family in families if family)
 
 
-def _problems(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], sources: dict[str, str]) -> str:
-    """Everything that keeps the tensors from being the parameters, '' when nothing does."""
+def _problems(checkpoint: Checkpoint, shapes: dict[str, Shape], sources: dict[str, str]) -> str:
+    """Everything that keeps the tensors from being those that are needed, '' when nothing does."""
     both = shapes.keys() & sources.keys()
-    stored = {name: _stored_shape(name, shapes[name]) for name in both}
     wrong = [
-        f"{name} is {list(checkpoint.shape(sources[name]))}, should be {list(stored[name])}"
+        f"{name} is {list(checkpoint.shape(sources[name]))}, should be {list(shapes[name])}"
         for name in both
-        if checkpoint.shape(sources[name]) != stored[name]
+        if checkpoint.shape(sources[name]) != shapes[name]
     ]
     kinds = {name: checkpoint.dtype(sources[name]) for name in both}
     packed = [f"{name} is {kind}" for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]
@@ -99,19 +93,6 @@ def _check_tied(checkpoint: Checkpoint, head: str, embedding: str) -> None:
         )
 
 
-def _transform(name: str) -> Transform | None:
-    return next((change for pattern, change in TRANSFORMS if re.fullmatch(pattern, name)), None)
-
-
-def _stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape on disk of a parameter."""
-    if _transform(name) is None:
-        return shape
-    taps, channels = shape
-    return (channels, 1, taps)
-
-
-def _place(tensor: np.ndarray, name: str, dtype: jnp.dtype) -> jax.Array:
-    change = _transform(name)
-    tensor = tensor if change is None else change(tensor)
+def _place(checkpoint: Checkpoint, made: Recipe, sources: dict[str, str], dtype: DTypeLike) -> jax.Array:
+    tensor = made.build(*(checkpoint.read(sources[name]) for name in made.tensors))
     return jnp.asarray(np.array(tensor, dtype=dtype))  # np.array copies: a parameter outlives the mapped file
