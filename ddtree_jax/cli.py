@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_demo(commands)
+    _add_info(commands)
     return parser
 
 
@@ -109,6 +110,20 @@ def _add_demo(commands: Any) -> None:
     parser.set_defaults(run=run_demo)
 
 
+def _add_info(commands: Any) -> None:
+    parser = _parser(
+        commands.add_parser,
+        "info",
+        help="parameters, memory and what fits on a card",
+        description="Parameters, memory for weights, KV and recurrent state, and the context that fits on a card.",
+        epilog="examples:\n  ddtree-jax info Qwen3.5-27B\n  ddtree-jax info DIR --dtype float32 --json",
+    )
+    parser.add_argument("name", metavar="DIR|NAME", help="a Hugging Face directory, or a published target's name")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default %(default)s")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_info)
+
+
 def run_generate(arguments: argparse.Namespace) -> None:
     """The command `generate`."""
     if arguments.drafter and not arguments.target:
@@ -133,6 +148,13 @@ def run_demo(arguments: argparse.Namespace) -> None:
     from ddtree_jax.showcase import run
 
     run(arguments.max_new_tokens, arguments.tree_budget, as_json=arguments.json)
+
+
+def run_info(arguments: argparse.Namespace) -> None:
+    """The command `info`."""
+    from ddtree_jax.info import describe
+
+    print(describe(arguments.name, arguments.dtype, arguments.json))
 
 
 def load_model(arguments: argparse.Namespace) -> Any:
