@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,10 +16,26 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Recipe:
-    """`tensors`: names (without prefix) and shapes on disk, in the order in which `build` takes them."""
+    """A parameter is its tensors, each changed by `build`, one after the other.
+
+    tensors: names (without prefix) and shapes on disk, in that order.
+    """
 
     tensors: Mapping[str, Shape]
-    build: Callable[..., np.ndarray]
+    build: Callable[[np.ndarray], np.ndarray] = lambda w: w
+
+    def assemble(self, parts: Iterable[np.ndarray], shape: Shape, dtype: np.dtype) -> np.ndarray:
+        """The parameter from its tensors, of which one at a time is needed.
+
+        A single tensor that has the dtype already is not copied: the result may be a view of the mapped file.
+        """
+        if len(self.tensors) == 1:
+            (part,) = parts
+            return np.asarray(np.ascontiguousarray(self.build(part)), dtype).reshape(shape)
+        result = np.empty(shape, dtype)
+        for row, part in zip(result.reshape(len(self.tensors), -1), parts, strict=True):
+            row[:] = self.build(part).reshape(-1)
+        return result
 
 
 def recipe(name: str, shape: Shape, config: TargetConfig | DrafterConfig, stored: Collection[str]) -> Recipe:
@@ -32,7 +48,7 @@ def recipe(name: str, shape: Shape, config: TargetConfig | DrafterConfig, stored
     if experts := re.fullmatch(r"(.*\.experts\.)(gate_up_proj|down_proj)", name):
         if name not in stored:
             return _stacked_experts(experts[1], experts[2], shape)
-    return Recipe({name: shape}, lambda w: w)
+    return Recipe({name: shape})
 
 
 def _stacked_experts(prefix: str, kind: str, shape: Shape) -> Recipe:
@@ -40,10 +56,10 @@ def _stacked_experts(prefix: str, kind: str, shape: Shape) -> Recipe:
     count, rows, columns = shape
     if kind == "down_proj":
         tensors = {f"{prefix}{e}.down_proj.weight": (rows, columns) for e in range(count)}
-        return Recipe(tensors, lambda *parts: np.stack(parts))
+        return Recipe(tensors)
     halves = [(e, half) for e in range(count) for half in ("gate_proj", "up_proj")]
     tensors = {f"{prefix}{e}.{half}.weight": (rows // 2, columns) for e, half in halves}
-    return Recipe(tensors, lambda *parts: np.concatenate(parts).reshape(shape))
+    return Recipe(tensors)
 
 
 def _packed_delta(prefix: str, part: str, hidden: int, delta: DeltaConfig) -> Recipe:

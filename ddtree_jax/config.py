@@ -193,8 +193,7 @@ class TargetConfig:
         family = FAMILIES[_architecture(config, text)]
         for key, value in TARGET_ONLY.items():
             reader.expect(key, value)
-        if quantisation := config.get("quantization_config") or text.get("quantization_config"):
-            reader.problems.append(f"quantised weights are not implemented ({_quantisation(quantisation)})")
+        reader.check_quantisation(config)
         layer_types = _layer_types(reader, family.hybrid)
         moe_layers = _moe_layers(reader, len(layer_types)) if family.moe else (False,) * len(layer_types)
         tied = config.get("tie_word_embeddings") or False
@@ -262,6 +261,7 @@ class DrafterConfig:
         reader = _Reader({**config, **_Reader(config, name).mapping("dflash_config")}, name)
         for key, value in DRAFTER_ONLY.items():
             reader.expect(key, value)
+        reader.check_quantisation(config)
         causal, windows = _drafter_masks(reader, reader.size("num_hidden_layers"))
         result: dict[str, Any] = dict(
             hidden_size=reader.size("hidden_size"),
@@ -360,6 +360,13 @@ class _Reader:
         if found not in (None, value):
             self.problems.append(f"{key} = {found!r} is not implemented (only {value!r})")
 
+    def check_quantisation(self, config: Mapping[str, Any]) -> None:
+        """Note a problem for quantised weights that cannot be read."""
+        try:
+            quantised_block(config)
+        except InputError as error:
+            self.problems.append(str(error))
+
     def finish(self) -> None:
         """Raise InputError when there were problems."""
         if self.problems:
@@ -381,8 +388,26 @@ def _architecture(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     return model_type
 
 
-def _quantisation(config: Any) -> str:
-    return str(config.get("quant_method", "unknown method")) if isinstance(config, Mapping) else "unknown method"
+def quantised_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a weight that share one scale in an FP8 checkpoint; None for weights that are not quantised.
+
+    Which modules are quantised is not asked here: the tensors say it. Raises InputError for every other quantisation.
+    """
+    text = config.get("text_config") or {}
+    found = config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
+    if not found:
+        return None
+    if not isinstance(found, Mapping) or found.get("quant_method") != "fp8":
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        raise InputError(f"weights quantised by {method!r} are not implemented (only 'fp8')")
+    reader = _Reader(found, "quantization_config")
+    reader.expect("fmt", "e4m3")
+    reader.expect("activation_scheme", "dynamic")
+    block = reader.get("weight_block_size", [128, 128], kind=list)
+    if block is not None and not (len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        reader.problems.append(f"weight_block_size should be two sizes, found {block!r}")
+    reader.finish()
+    return block[0], block[1]
 
 
 def _layer_types(reader: _Reader, hybrid: bool) -> tuple[str, ...]:

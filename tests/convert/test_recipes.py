@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
-from convert.recipes import recipe, unpack
+from convert.recipes import Recipe, recipe, unpack
 from ddtree_jax.config import DeltaConfig, TargetConfig
 
 # one key head after the other: q, k, then the two value heads' v, then z
@@ -44,7 +44,17 @@ def test_experts_are_stacked_gate_before_up(next_config: TargetConfig):
         f"layers.0.mlp.experts.{e}.{half}.weight" for e in (0, 1) for half in ("gate_proj", "up_proj")
     ]
     parts = [np.full((2, 3), i) for i in range(4)]
-    assert made.build(*parts)[:, :, 0].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assembled = made.assemble(iter(parts), (2, 4, 3), np.dtype(np.float32))
+    assert assembled.dtype == np.float32 and assembled.shape == (2, 4, 3)
+    assert assembled[:, :, 0].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
+
+
+def test_a_single_tensor_is_not_copied_unless_it_is_cast():
+    stored = np.arange(6, dtype=np.float32).reshape(2, 3)
+    kept = Recipe({"x": (2, 3)}).assemble([stored], (2, 3), np.dtype(np.float32))
+    assert np.shares_memory(kept, stored)
+    cast = Recipe({"x": (2, 3)}).assemble([stored], (2, 3), np.dtype(np.float16))
+    assert cast.dtype == np.float16 and cast.tolist() == stored.tolist()
 
 
 def test_fused_experts_are_taken_as_they_are(next_config: TargetConfig):
