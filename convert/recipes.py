@@ -52,7 +52,7 @@ def recipe(name: str, shape: Shape, config: TargetConfig | DrafterConfig, stored
 
 
 def _stacked_experts(prefix: str, kind: str, shape: Shape) -> Recipe:
-    """One tensor an expert (the hub's layout for Qwen3-MoE and Qwen3-Next) -> [E, out, in]; gate rows before up rows."""
+    """One tensor an expert (Qwen3-MoE and Qwen3-Next on the hub) -> [E, out, in]; gate rows before up rows."""
     count, rows, columns = shape
     if kind == "down_proj":
         tensors = {f"{prefix}{e}.down_proj.weight": (rows, columns) for e in range(count)}

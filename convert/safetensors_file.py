@@ -65,6 +65,7 @@ class SafetensorsFile:
             header, base = self._header(size)
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        self._base = base
         self.entries = {name: self._entry(name, info, base) for name, info in header.items() if name != "__metadata__"}
         self._check_layout(base, size)
 
@@ -112,6 +113,11 @@ class SafetensorsFile:
         if end != size:
             what = "is truncated" if end > size else "is longer than its header says"
             raise InputError(f"{self.path} {what}: {end} bytes are declared, {size} are there; copy the file again")
+
+    def header_bytes(self) -> bytes:
+        """The header as it lies in the file, with its length."""
+        with self.path.open("rb") as file:
+            return file.read(self._base)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a read-only array over the mapped file."""

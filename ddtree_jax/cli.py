@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_demo(commands)
     _add_info(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -122,6 +123,20 @@ def _add_info(commands: Any) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_info)
+
+
+def _add_convert(commands: Any) -> None:
+    from convert import command
+
+    parser = _parser(
+        commands.add_parser,
+        "convert",
+        help="a Hugging Face checkpoint to Orbax",
+        description=command.DESCRIPTION,
+        epilog=command.EXAMPLES,
+    )
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run_or_exit)
 
 
 def run_generate(arguments: argparse.Namespace) -> None:

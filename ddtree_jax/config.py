@@ -255,7 +255,7 @@ class DrafterConfig:
         Raises InputError with every problem found. A missing mask token is an error: guessing it would only cost
         acceptance.
         """
-        if DRAFTER not in _architectures(config):
+        if not is_drafter(config):
             raise InputError(f"not a DFlash drafter: architectures is {config.get('architectures')}, not [{DRAFTER!r}]")
         name = "drafter config.json"
         reader = _Reader({**config, **_Reader(config, name).mapping("dflash_config")}, name)
@@ -373,6 +373,11 @@ class _Reader:
             raise InputError(f"{self.name}: " + "; ".join(dict.fromkeys(self.problems)))
 
 
+def is_drafter(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a DFlash drafter."""
+    return DRAFTER in _architectures(config)
+
+
 def _architectures(config: Mapping[str, Any]) -> Sequence[str]:
     names = config.get("architectures")
     return names if isinstance(names, list) else []
@@ -380,7 +385,7 @@ def _architectures(config: Mapping[str, Any]) -> Sequence[str]:
 
 def _architecture(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """The model type of a target; InputError for one that this version cannot read."""
-    if DRAFTER in _architectures(config):
+    if is_drafter(config):
         raise InputError("this is a DFlash drafter, not a target; give it as the drafter")
     model_type = text.get("model_type")
     if model_type not in FAMILIES:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from convert.checkpoint import Checkpoint
-from convert.weights import load_network
+from convert.converted import Source, open_directory, read_network
 from ddtree_jax._cache import enable_compile_cache
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
@@ -35,7 +34,7 @@ class Model:
 
 
 def load(target: str | Path | None = None, drafter: str | Path | None = None, dtype: str = "bfloat16") -> Model:
-    """Load a Hugging Face checkpoint directory of a target, and one of a DFlash drafter.
+    """Load a checkpoint directory of a target, and one of a DFlash drafter: Hugging Face's, or converted ones.
 
     Args:
       target: directory with config.json, model.safetensors (or shards with an index) and, for text, tokenizer.json.
@@ -52,11 +51,11 @@ def load(target: str | Path | None = None, drafter: str | Path | None = None, dt
         raise InputError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if target is None:
         target, drafter = DEMO / "target", drafter or DEMO / "drafter"
-    checkpoint = Checkpoint(target)
+    checkpoint = open_directory(target)
     network = _network(checkpoint, Target, TargetConfig.from_hf(checkpoint.config), dtype)
     draft_network = None
     if drafter is not None:
-        source = Checkpoint(drafter)
+        source = open_directory(drafter)
         config = DrafterConfig.from_hf(source.config)
         config.check_against(network.config)
         draft_network = _network(source, Drafter, config, dtype)
@@ -65,10 +64,10 @@ def load(target: str | Path | None = None, drafter: str | Path | None = None, dt
     return Model(network, draft_network, tokenizer, tuple(sorted(stops)))
 
 
-def _network(checkpoint: Checkpoint, module: type, config: TargetConfig | DrafterConfig, dtype: str) -> Network:
-    return load_network(checkpoint, NetworkSpec(module, config, jnp.dtype(dtype)))
+def _network(checkpoint: Source, module: type, config: TargetConfig | DrafterConfig, dtype: str) -> Network:
+    return read_network(checkpoint, NetworkSpec(module, config, jnp.dtype(dtype)))
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+def _tokenizer(checkpoint: Source) -> Tokenizer | None:
     has_one = (checkpoint.directory / "tokenizer.json").exists()
     return Tokenizer.from_directory(checkpoint.directory) if has_one else None
