@@ -1,4 +1,4 @@
-"""Every architecture against the installed `transformers`: a tiny random model is built, saved, loaded here, and compared
+"""Every architecture against the installed `transformers`: a tiny random model is built, saved, loaded, and compared
 module by module. Needs the extra `parity`; tests/models compares the same architectures with recorded numbers.
 """
 
