@@ -144,3 +144,6 @@ def main(words: list[str]) -> int:
     except InputError as error:
         print(f"convert: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("convert: stopped; the same command goes on from here", file=sys.stderr)
+        return 130

@@ -48,7 +48,7 @@ Source = Checkpoint | Converted
 def open_directory(directory: str | Path) -> Source:
     """A Hugging Face directory or a converted one; InputError for what is neither, or was not written to its end."""
     path = Path(directory)
-    if os.path.exists(path / PROGRESS):
+    if any(os.path.exists(place / PROGRESS) for place in (path, path.parent)):
         raise InputError(f"{path} is a conversion that was not finished; run the same ddtree-jax convert again")
     if os.path.exists(path / RECORD):
         return Converted(path)

@@ -82,7 +82,7 @@ def test_a_converted_checkpoint_loads_with_the_same_bits(tmp_path: Path, config:
     assert_same(ddtree_jax.load(tmp_path / "b", dtype=dtype).target, ddtree_jax.load(source, dtype=dtype).target)
 
 
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("config", [SMALL, pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "moe"])
 def test_logits_are_bit_equal(tmp_path: Path, config: dict[str, Any]):
     source = write(tmp_path / "a", config, random_tensors(config))
     convert(make_job(source, tmp_path / "b", "bfloat16"))
@@ -236,8 +236,9 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_goes_on(
         killed(patch, owner, name, calls, after)
         convert(job)
     assert files(tmp_path) == {"source", "b.partial"}
-    with pytest.raises(InputError, match="b.partial is a conversion that was not finished; run the same"):
-        ddtree_jax.load(tmp_path / "b.partial")
+    for directory in (job.work, job.result):
+        with pytest.raises(InputError, match=f"{directory.name} is a conversion that was not finished; run the same"):
+            ddtree_jax.load(directory)
     with counted(monkeypatch) as made:
         convert(job, verify=True)
     assert len(made) == left
@@ -455,6 +456,18 @@ def test_python_m_convert_and_ddtree_jax_convert_are_this_command(
     assert capsys.readouterr().err.startswith("convert: error: ")
     assert cli.main(["convert", str(tmp_path / "no"), str(tmp_path / "b")]) == 2
     assert capsys.readouterr().err.startswith("ddtree-jax: error: ")
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "write_batch", interrupt)
+    assert command.main([str(source), str(tmp_path / "b")]) == 130
+    assert capsys.readouterr().err == "convert: stopped; the same command goes on from here\n"
+    assert files(tmp_path) == {"source", "b.partial"}
 
 
 def test_a_dry_run_writes_nothing_and_shows_a_table(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]):
