@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory: its JSON files and its tensors, single file or shards."""
+"""A Hugging Face checkpoint directory: its JSON files and its tensors, single file or shards, FP8 dequantised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from convert.safetensors_file import SafetensorsFile
+from convert import fp8
+from convert.safetensors_file import SafetensorsFile, TensorEntry
+from ddtree_jax.config import quantised_block
 from ddtree_jax.errors import InputError
 from ddtree_jax.files import read_object, read_object_if_there
 
@@ -17,11 +19,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-class Checkpoint:
-    """An opened directory: `config`, and tensors by name.
+class Directory:
+    """A directory with a config.json: what a Hugging Face checkpoint and a converted one have in common.
 
-    Every file is checked when it is opened, before anything is computed. Raises InputError for whatever is missing,
-    truncated or contradictory.
+    Raises InputError for a directory that is not there, and for files that are links to somewhere else.
     """
 
     def __init__(self, directory: str | Path):
@@ -31,20 +32,53 @@ class Checkpoint:
             raise InputError(f"{self.directory} is not a directory; give a local Hugging Face checkpoint directory")
         if not os.path.exists(self.directory / "config.json"):
             raise InputError(f"{self.directory} has no config.json; give a Hugging Face checkpoint directory")
-        self.config = read_object(self.directory / "config.json")
+        self.config = read_object(self.file("config.json"))
+
+    def file(self, name: str) -> Path:
+        """The path of a file of the directory, there or not; InputError for a name or a link that leaves it.
+
+        Links inside the Hugging Face hub's cache, from `snapshots/REVISION` to `blobs`, are followed.
+        """
+        if "\0" in name:
+            raise InputError(f"{self.directory}: {name!r} is no name of a file")
+        path, home = self.directory / name, Path(os.path.realpath(self.directory))
+        real = Path(os.path.realpath(path))  # unlike Path.resolve it raises neither for loops nor for long names
+        hub = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+        if not any(real.is_relative_to(place) for place in (home, *hub)):
+            raise InputError(f"{path} leaves the directory (it is {real}); only files inside it are read")
+        return path
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Another JSON file of the directory, or {} when it is not there."""
+        return read_object_if_there(self.file(name))
+
+
+class Checkpoint(Directory):
+    """An opened checkpoint: `config`, and tensors by name.
+
+    Every file is checked when it is opened, before anything is computed. Raises InputError for whatever is missing,
+    truncated or contradictory. FP8 weights (with their scales) are one float32 tensor each; `problems` lists those that
+    cannot be.
+    """
+
+    def __init__(self, directory: str | Path):
+        super().__init__(directory)
+        self._block = quantised_block(self.config)
         self._files = self._open()
+        self._scales = fp8.scale_names(self._entries())
+        self._hidden = frozenset(self._scales.values())
 
     def _open(self) -> dict[str, SafetensorsFile]:
         """Tensor name -> the file that holds it. A single file wins over an index, as in Hugging Face."""
-        if (self.directory / SINGLE).exists():
+        if os.path.exists(self.file(SINGLE)):
             file = SafetensorsFile(self.directory / SINGLE)
             return dict.fromkeys(file.entries, file)
-        if not (self.directory / INDEX).exists():
+        if not os.path.exists(self.file(INDEX)):
             raise InputError(f"{self.directory} has neither {SINGLE} nor {INDEX}; only safetensors files are read")
         return self._open_shards(read_weight_map(self.directory / INDEX))
 
     def _open_shards(self, weight_map: dict[str, str]) -> dict[str, SafetensorsFile]:
-        missing = sorted(name for name in set(weight_map.values()) if not (self.directory / name).exists())
+        missing = sorted(name for name in set(weight_map.values()) if not os.path.exists(self.file(name)))
         if missing:
             raise InputError(f"{self.directory} lacks {len(missing)} shard(s) named in its index: {', '.join(missing)}")
         shards = {name: SafetensorsFile(self.directory / name) for name in sorted(set(weight_map.values()))}
@@ -55,25 +89,41 @@ class Checkpoint:
             raise InputError(f"{self.directory / INDEX} does not match its shards: {problems.removesuffix('; ')}")
         return {name: shards[shard] for name, shard in weight_map.items()}
 
+    def _entries(self) -> dict[str, TensorEntry]:
+        return {name: file.entries[name] for name, file in self._files.items()}
+
+    def problems(self) -> Iterable[tuple[str, str]]:
+        """Kind and tensor of what keeps FP8 weights from being read."""
+        return fp8.problems(self._entries(), self._block)
+
     def names(self) -> Iterable[str]:
-        """All tensor names."""
-        return self._files.keys()
+        """All tensor names but those of scales, which belong to their tensors."""
+        return [name for name in self._files if name not in self._hidden]
+
+    def quantised(self) -> Iterable[str]:
+        """The names of the tensors that are FP8 in the file."""
+        return self._scales.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, from the header."""
         return self._files[name].entries[name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        """A tensor's dtype, from the header."""
-        return self._files[name].entries[name].dtype
+        """The dtype in which a tensor is read."""
+        return np.dtype(np.float32) if name in self._scales else self._files[name].entries[name].dtype
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, memory-mapped."""
-        return self._files[name].read(name)
+        """A tensor: memory-mapped, or dequantised."""
+        stored = self._files[name].read(name)
+        if name not in self._scales:
+            return stored
+        assert self._block is not None, "plan() refuses scales without a block size"
+        scale = self._scales[name]
+        return fp8.dequantise(stored, self._files[scale].read(scale), self._block)
 
-    def json(self, name: str) -> dict[str, Any]:
-        """Another JSON file of the directory, or {} when it is not there."""
-        return read_object_if_there(self.directory / name)
+    def files(self) -> list[SafetensorsFile]:
+        """The files with tensors, by name."""
+        return sorted(set(self._files.values()), key=lambda file: file.path)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

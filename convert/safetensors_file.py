@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ DTYPES = {
     "BOOL": np.bool_,
 }
 MAX_HEADER = 100 << 20
+MAX_AXES = 64  # NumPy's limit
 LFS_POINTER = b"version "  # how the text file begins that Git leaves in place of a large file it has not fetched
 
 
@@ -57,10 +59,13 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            size = path.stat().st_size
+            kind, size = path.stat().st_mode, path.stat().st_size
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # a pipe would block; a directory says so itself
+                raise InputError(f"{path} is not a regular file")
             header, base = self._header(size)
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        self._base = base
         self.entries = {name: self._entry(name, info, base) for name, info in header.items() if name != "__metadata__"}
         self._check_layout(base, size)
 
@@ -75,7 +80,7 @@ class SafetensorsFile:
                 raise InputError(f"{self.path} is not a safetensors file or is truncated ({size} bytes)")
             text = file.read(length)
         try:
-            header = json.loads(text)
+            header = json.loads(text, object_pairs_hook=_unique)
         except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict):
@@ -85,10 +90,12 @@ class SafetensorsFile:
     def _entry(self, name: str, info: Any, base: int) -> TensorEntry:
         try:
             dtype = np.dtype(DTYPES[info["dtype"]])
-            shape = tuple(_count(n) for n in info["shape"])
+            shape = _shape(info["shape"])
             start, end = (base + _count(n) for n in info["data_offsets"])
         except (KeyError, TypeError, ValueError):
-            raise InputError(f"{self.path}: tensor {name} has an entry that cannot be read: {info}") from None
+            raise InputError(
+                f"{self.path}: tensor {name[:99]} has an entry that cannot be read: {str(info)[:200]}"
+            ) from None
         if end - start != dtype.itemsize * math.prod(shape):
             raise InputError(
                 f"{self.path}: tensor {name} has {end - start} bytes for {dtype} of shape {list(shape)}; "
@@ -107,6 +114,11 @@ class SafetensorsFile:
             what = "is truncated" if end > size else "is longer than its header says"
             raise InputError(f"{self.path} {what}: {end} bytes are declared, {size} are there; copy the file again")
 
+    def header_bytes(self) -> bytes:
+        """The header as it lies in the file, with its length."""
+        with self.path.open("rb") as file:
+            return file.read(self._base)
+
     def read(self, name: str) -> np.ndarray:
         """The tensor as a read-only array over the mapped file."""
         entry = self.entries[name]
@@ -116,8 +128,25 @@ class SafetensorsFile:
         return raw.view(entry.dtype).reshape(entry.shape)
 
 
+def _shape(value: Any) -> tuple[int, ...]:
+    """A shape that NumPy can have; ValueError for any other."""
+    if type(value) is not list or len(value) > MAX_AXES:
+        raise ValueError(value)
+    shape = tuple(_count(n) for n in value)
+    if 0 in shape and math.prod(n for n in shape if n) >= 2**59:  # NumPy multiplies the other axes and overflows
+        raise ValueError(value)
+    return shape
+
+
 def _count(value: Any) -> int:
-    """A size or an offset; ValueError for anything but a whole number from 0 up."""
-    if type(value) is not int or value < 0:
+    """A size or an offset; ValueError for anything but a whole number from 0 up to the largest file."""
+    if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(value)
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError for one with a name twice."""
+    if len(result := dict(pairs)) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result

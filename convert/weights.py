@@ -1,51 +1,104 @@
-"""Tensor names of a checkpoint -> parameters of a module. The tables below are all there is to know; every mismatch is
-reported at once.
-"""
+"""A checkpoint's tensors -> the parameters of a module, strictly: every mismatch is reported, all at once."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from convert import fp8
 from convert.checkpoint import Checkpoint, summary
+from convert.recipes import Recipe, Shape, recipe
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.network import Network, NetworkSpec
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # first match wins
 SKIPPED = ("mtp.", "model.visual.", "visual.")  # families that text decoding does not need
-
-Transform = Callable[[np.ndarray], np.ndarray]
-TRANSFORMS: tuple[tuple[str, Transform], ...] = (
-    (r"layers\.\d+\.linear_attn\.conv1d\.weight", lambda w: w[:, 0, :].T),  # [C, 1, K] -> [K, C]
-)
 LOG = logging.getLogger(__name__)
+
+Problems = dict[str, list[str]]  # kind -> what is wrong
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a module, and how it is made."""
+
+    name: str
+    shape: Shape
+    dtype: np.dtype
+    recipe: Recipe
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in memory."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the parameters of a module, in the order of `Network.leaves`, are made from a checkpoint.
+
+    sources: tensor names by their names without prefix. problems: whatever keeps that from being possible; while there
+    are any, nothing can be made.
+    """
+
+    checkpoint: Checkpoint
+    spec: NetworkSpec
+    parameters: tuple[Parameter, ...]
+    sources: Mapping[str, str]
+    problems: Problems
+
+    def make(self, parameter: Parameter) -> np.ndarray:
+        """A parameter in its dtype; perhaps a read-only view of the mapped file."""
+        parts = (self.checkpoint.read(self.sources[name]) for name in parameter.recipe.tensors)
+        return parameter.recipe.assemble(parts, parameter.shape, parameter.dtype)
+
+    def check(self) -> None:
+        """Raise InputError, all problems in one line, if there are any."""
+        if self.problems:
+            what = "".join(summary(kind, names) for kind, names in self.problems.items()).removesuffix("; ")
+            raise InputError(f"{self.checkpoint.directory} does not fit {self.spec.module.__name__}: {what}")
 
 
 def load_network(checkpoint: Checkpoint, spec: NetworkSpec) -> Network:
     """Fill a network from a checkpoint.
 
     Weights are cast to the dtype the module declares for them (the model's, or float32 where Hugging Face computes in
-    float32). Raises InputError listing all missing, unknown and misshaped tensors, and those that hold no floating
-    point numbers; no parameter ever keeps an initial value.
+    float32). Raises InputError listing all missing, unknown and misshaped tensors, those that hold no floating point
+    numbers, and FP8 tensors without scales; no parameter ever keeps an initial value.
     """
-    _, state = spec.abstract()
-    # jax orders a state's leaves by path, and the flat state has the same order: that of `Network.leaves`
-    wanted = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
-    sources = _sources(checkpoint, tied="lm_head.weight" not in wanted)
-    problems = _problems(checkpoint, {name: leaf.shape for name, leaf in wanted.items()}, sources)
-    if problems:
-        raise InputError(f"{checkpoint.directory} does not fit {spec.module.__name__}: {problems}")
+    made = plan(checkpoint, spec)
+    made.check()
     if left_out := skipped(checkpoint):
         LOG.info("%s: tensors left out: %s", checkpoint.directory, dict(left_out))
-    leaves = [_place(checkpoint.read(sources[name]), name, leaf.dtype) for name, leaf in wanted.items()]
-    return Network(tuple(leaves), spec)
+    # jnp.array copies: a parameter outlives the mapped file
+    return Network(tuple(jnp.array(made.make(parameter)) for parameter in made.parameters), spec)
+
+
+def plan(checkpoint: Checkpoint, spec: NetworkSpec) -> Plan:
+    """Decide what is read for every parameter of a module; reads headers only (and a tied head)."""
+    wanted = parameters(spec)
+    sources, problems = _sources(checkpoint, tied="lm_head.weight" not in wanted)
+    made = [
+        Parameter(name, leaf.shape, np.dtype(leaf.dtype), recipe(name, leaf.shape, spec.config, sources))
+        for name, leaf in wanted.items()
+    ]
+    needed = {tensor: shape for one in made for tensor, shape in one.recipe.tensors.items()}
+    found = [*problems, *_mismatches(checkpoint, needed, sources)]
+    return Plan(checkpoint, spec, tuple(made), sources, grouped(found))
+
+
+def parameters(spec: NetworkSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name -> shape and dtype of all parameters of a module, in the order of `Network.leaves`."""
+    _, state = spec.abstract()
+    # jax orders a state's leaves by path, and the flat state has the same order: that of `Network.leaves`
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
 
 def skipped(checkpoint: Checkpoint) -> Counter[str]:
@@ -54,64 +107,58 @@ def skipped(checkpoint: Checkpoint) -> Counter[str]:
     return Counter(family for family in families if family)
 
 
-def _problems(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], sources: dict[str, str]) -> str:
-    """Everything that keeps the tensors from being the parameters, '' when nothing does."""
-    both = shapes.keys() & sources.keys()
-    stored = {name: _stored_shape(name, shapes[name]) for name in both}
-    wrong = [
-        f"{name} is {list(checkpoint.shape(sources[name]))}, should be {list(stored[name])}"
-        for name in both
-        if checkpoint.shape(sources[name]) != stored[name]
-    ]
-    kinds = {name: checkpoint.dtype(sources[name]) for name in both}
-    packed = [f"{name} is {kind}" for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]
-    return (
-        summary("missing", shapes.keys() - sources.keys())
-        + summary("unknown", sources.keys() - shapes.keys())
-        + summary("shape", wrong)
-        + summary("not floating point", packed)
-    ).removesuffix("; ")
+def grouped(found: Iterable[tuple[str, str]]) -> Problems:
+    """Pairs of a kind and a problem, by kind; kinds in the order of their first, problems sorted."""
+    problems: Problems = {}
+    for kind, what in found:
+        problems.setdefault(kind, []).append(what)
+    return {kind: sorted(what) for kind, what in problems.items()}
 
 
-def _sources(checkpoint: Checkpoint, tied: bool) -> dict[str, str]:
-    """Module parameter name -> tensor name, with prefixes removed and skipped families left out."""
+def mismatches(shapes: Mapping[str, Shape], found: Mapping[str, Shape]) -> Iterable[tuple[str, str]]:
+    """Kind and name of what is needed and not found, found and not needed, or of another shape."""
+    yield from (("missing", name) for name in shapes.keys() - found.keys())
+    yield from (("unknown", name) for name in found.keys() - shapes.keys())
+    for name in shapes.keys() & found.keys():
+        if found[name] != shapes[name]:
+            yield "shape", f"{name} is {list(found[name])}, should be {list(shapes[name])}"
+
+
+def _mismatches(
+    checkpoint: Checkpoint, shapes: Mapping[str, Shape], sources: Mapping[str, str]
+) -> Iterable[tuple[str, str]]:
+    """Everything that keeps the tensors from being those that are needed."""
+    quantisation = [(kind, what) for kind, what in checkpoint.problems() if not what.startswith(SKIPPED)]
+    lone = {what for kind, what in quantisation if kind == fp8.LONE_SCALE}
+    found = {name: checkpoint.shape(tensor) for name, tensor in sources.items() if tensor not in lone}
+    yield from mismatches(shapes, found)
+    for name in shapes.keys() & sources.keys():
+        kind = checkpoint.dtype(sources[name])
+        if not jnp.issubdtype(kind, jnp.floating):
+            yield "not floating point", f"{name} is {kind}"
+    yield from sorted(quantisation)
+
+
+def _sources(checkpoint: Checkpoint, tied: bool) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Module parameter name -> tensor name, with prefixes removed and skipped families left out; and problems."""
     sources: dict[str, str] = {}
+    problems = []
     for name in checkpoint.names():
         if name.startswith(SKIPPED):
             continue
         short = next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), name)
         if short in sources:
-            raise InputError(f"{checkpoint.directory}: {name} and {sources[short]} are the same parameter")
+            problems.append(("duplicate", f"{name} and {sources[short]} are the same parameter"))
         sources[short] = name
     if tied and "lm_head.weight" in sources and "embed_tokens.weight" in sources:
-        _check_tied(checkpoint, sources.pop("lm_head.weight"), sources["embed_tokens.weight"])
-    return sources
+        problems += _tied_problem(checkpoint, sources.pop("lm_head.weight"), sources["embed_tokens.weight"])
+    return sources, problems
 
 
-def _check_tied(checkpoint: Checkpoint, head: str, embedding: str) -> None:
+def _tied_problem(checkpoint: Checkpoint, head: str, embedding: str) -> Collection[tuple[str, str]]:
     """A tied checkpoint may repeat its head, but not with other values: that would be a silent change of the model."""
-    if checkpoint.shape(head) != checkpoint.shape(embedding) or not np.array_equal(
-        checkpoint.read(head), checkpoint.read(embedding)
-    ):
-        raise InputError(
-            f"{checkpoint.directory}: tie_word_embeddings is true, but {head} differs from {embedding}; "
-            "set it to false in config.json, or remove the head"
-        )
-
-
-def _transform(name: str) -> Transform | None:
-    return next((change for pattern, change in TRANSFORMS if re.fullmatch(pattern, name)), None)
-
-
-def _stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape on disk of a parameter."""
-    if _transform(name) is None:
-        return shape
-    taps, channels = shape
-    return (channels, 1, taps)
-
-
-def _place(tensor: np.ndarray, name: str, dtype: jnp.dtype) -> jax.Array:
-    change = _transform(name)
-    tensor = tensor if change is None else change(tensor)
-    return jnp.asarray(np.array(tensor, dtype=dtype))  # np.array copies: a parameter outlives the mapped file
+    same_shape = checkpoint.shape(head) == checkpoint.shape(embedding)
+    if same_shape and np.array_equal(checkpoint.read(head), checkpoint.read(embedding)):
+        return ()
+    what = f"tie_word_embeddings is true, but {head} differs from {embedding}; set it to false in config.json, or "
+    return [("head", what + "remove the head")]

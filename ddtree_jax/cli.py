@@ -61,6 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_demo(commands)
+    _add_info(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -118,6 +120,34 @@ def _add_demo(commands: Any) -> None:
     parser.set_defaults(run=run_demo)
 
 
+def _add_info(commands: Any) -> None:
+    parser = _parser(
+        commands.add_parser,
+        "info",
+        help="parameters, memory and what fits on a card",
+        description="Parameters, memory for weights, KV and recurrent state, and the context that fits on a card.",
+        epilog="examples:\n  ddtree-jax info Qwen3.5-27B\n  ddtree-jax info DIR --dtype float32 --json",
+    )
+    parser.add_argument("name", metavar="DIR|NAME", help="a Hugging Face directory, or a published target's name")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default %(default)s")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_info)
+
+
+def _add_convert(commands: Any) -> None:
+    from convert import command
+
+    parser = _parser(
+        commands.add_parser,
+        "convert",
+        help="a Hugging Face checkpoint to Orbax",
+        description=command.DESCRIPTION,
+        epilog=command.EXAMPLES,
+    )
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run_or_exit)
+
+
 def run_generate(arguments: argparse.Namespace) -> None:
     """The command `generate`."""
     prompt_ids = None if arguments.prompt_ids is None else read_prompt_ids(arguments.prompt_ids)
@@ -154,6 +184,13 @@ def run_demo(arguments: argparse.Namespace) -> None:
     from ddtree_jax.showcase import run
 
     run(arguments.max_new_tokens, arguments.tree_budget, as_json=arguments.json)
+
+
+def run_info(arguments: argparse.Namespace) -> None:
+    """The command `info`."""
+    from ddtree_jax.info import describe
+
+    print(describe(arguments.name, arguments.dtype, arguments.json))
 
 
 def load_model(arguments: argparse.Namespace) -> Any:

@@ -15,8 +15,6 @@ from typing import Any
 from ddtree_jax.errors import InputError
 
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
-HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")
-DENSE_TYPES = ("qwen3",)
 DRAFTER = "DFlashDraftModel"
 MISSING = object()
 
@@ -25,6 +23,7 @@ TARGET_ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
     "use_sliding_window": False,
+    "mlp_bias": False,
     "attn_output_gate": True,
     "output_gate_type": "swish",
 }
@@ -40,22 +39,71 @@ DRAFTER_ONLY = {
 
 
 @dataclass(frozen=True)
+class Family:
+    """What an architecture's name decides, apart from sizes (reference_models.md 1.0)."""
+
+    hybrid: bool = False  # Gated DeltaNet layers, gated attention, zero-centred norms, partial rotary
+    moe: bool = False
+    qk_norm: bool = True
+    packed_delta: bool = False  # on disk the delta projections are grouped by key head (qkvz, ba)
+    always_normalised: bool = False  # router weights sum to 1 whatever norm_topk_prob says
+
+
+FAMILIES = {
+    "llama": Family(qk_norm=False),
+    "qwen3": Family(),
+    "qwen3_moe": Family(moe=True),
+    "qwen3_next": Family(hybrid=True, moe=True, packed_delta=True),
+    "qwen3_5": Family(hybrid=True),
+    "qwen3_5_text": Family(hybrid=True),
+    "qwen3_5_moe": Family(hybrid=True, moe=True, always_normalised=True),
+    "qwen3_5_moe_text": Family(hybrid=True, moe=True, always_normalised=True),
+}
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's rope scaling: low frequencies divided by `factor`, high ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: low frequencies interpolated, high ones kept; cos and sin are both multiplied by `attention_factor`."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+
+
+@dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base `theta`, and how many leading dimensions of a head are rotated."""
+    """Rotary embedding: base `theta`, how many leading dimensions of a head are rotated, and its scaling.
+
+    M-RoPE needs no entry: for text its three rows of positions are equal, and it is the ordinary embedding.
+    """
 
     theta: float
     rotary_dim: int
+    scaling: Llama3Scaling | YarnScaling | None = None
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Softmax attention: `gated` heads multiply their output by sigmoid(gate) (Qwen3.5)."""
+    """Softmax attention: `gated` heads multiply their output by sigmoid(gate) (Qwen3.5); Llama has no `qk_norm`."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig
     gated: bool
+    qk_norm: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,8 +128,27 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts: the `top_k` best of `num_experts`, weights summing to 1 if `normalise`.
+
+    shared_size: width of the expert that every token goes through, or None.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int | None
+    normalise: bool
+
+
+@dataclass(frozen=True)
 class TargetConfig:
-    """A decoder-only target model. `layer_types` has one entry a layer: linear_attention or full_attention."""
+    """A decoder-only target model.
+
+    layer_types: one entry a layer, linear_attention or full_attention.
+    moe_layers: which layers have experts instead of the dense feed-forward.
+    packed_delta: the checkpoint groups the delta projections by key head (Qwen3-Next); only reading it depends on that.
+    """
 
     model_type: str
     vocab_size: int
@@ -94,6 +161,9 @@ class TargetConfig:
     zero_centred_norm: bool
     tie_word_embeddings: bool
     max_positions: int
+    moe: MoeConfig | None = None
+    moe_layers: tuple[bool, ...] = ()
+    packed_delta: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.layer_types) - {LINEAR, FULL})
@@ -107,6 +177,10 @@ class TargetConfig:
         """Number of decoder layers."""
         return len(self.layer_types)
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return bool(self.moe_layers) and self.moe_layers[layer]
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> TargetConfig:
         """Read a target's `config.json` (for a vision-language checkpoint its `text_config`).
@@ -116,23 +190,26 @@ class TargetConfig:
         name = "target config.json"
         text = _Reader(config, name).mapping("text_config") or config
         reader = _Reader(text, name)
-        hybrid = _architecture(config, text) in HYBRID_TYPES
+        family = FAMILIES[_architecture(config, text)]
         for key, value in TARGET_ONLY.items():
             reader.expect(key, value)
-        if quantisation := config.get("quantization_config") or text.get("quantization_config"):
-            reader.problems.append(f"quantised weights are not implemented ({_quantisation(quantisation)})")
-        layer_types = _layer_types(reader, hybrid)
+        reader.check_quantisation(config)
+        layer_types = _layer_types(reader, family.hybrid)
+        moe_layers = _moe_layers(reader, len(layer_types)) if family.moe else ()
         tied = config.get("tie_word_embeddings") or False
         result: dict[str, Any] = dict(
             model_type=text["model_type"],
             vocab_size=reader.size("vocab_size"),
             hidden_size=reader.size("hidden_size"),
-            intermediate_size=reader.size("intermediate_size"),
+            intermediate_size=0 if moe_layers and all(moe_layers) else reader.size("intermediate_size"),
             layer_types=layer_types,
-            attention=_attention(reader, gated=hybrid, partial=0.25 if hybrid else 1.0),
+            attention=_attention(reader, family.hybrid, 0.25 if family.hybrid else 1.0, family.qk_norm),
             delta=_delta(reader) if LINEAR in layer_types else None,
+            moe=_moe(reader, family) if any(moe_layers) else None,
+            moe_layers=moe_layers,
+            packed_delta=family.packed_delta,
             norm_eps=reader.positive("rms_norm_eps", 1e-6),
-            zero_centred_norm=hybrid,
+            zero_centred_norm=family.hybrid,
             tie_word_embeddings=reader.get("tie_word_embeddings", tied, kind=bool),
             max_positions=reader.size("max_position_embeddings"),
         )
@@ -178,17 +255,18 @@ class DrafterConfig:
         Raises InputError with every problem found. A missing mask token is an error: guessing it would only cost
         acceptance.
         """
-        if DRAFTER not in _architectures(config):
+        if not is_drafter(config):
             raise InputError(f"not a DFlash drafter: architectures is {config.get('architectures')}, not [{DRAFTER!r}]")
         name = "drafter config.json"
         reader = _Reader({**config, **_Reader(config, name).mapping("dflash_config")}, name)
         for key, value in DRAFTER_ONLY.items():
             reader.expect(key, value)
+        reader.check_quantisation(config)
         causal, windows = _drafter_masks(reader, reader.size("num_hidden_layers"))
         result: dict[str, Any] = dict(
             hidden_size=reader.size("hidden_size"),
             intermediate_size=reader.size("intermediate_size"),
-            attention=_attention(reader, gated=False, partial=1.0),
+            attention=_attention(reader, gated=False, partial=1.0, qk_norm=True),
             causal=causal,
             windows=windows,
             norm_eps=reader.positive("rms_norm_eps", 1e-6),
@@ -282,10 +360,22 @@ class _Reader:
         if found not in (None, value):
             self.problems.append(f"{key} = {found!r} is not implemented (only {value!r})")
 
+    def check_quantisation(self, config: Mapping[str, Any]) -> None:
+        """Note a problem for quantised weights that cannot be read."""
+        try:
+            quantised_block(config)
+        except InputError as error:
+            self.problems.append(str(error))
+
     def finish(self) -> None:
         """Raise InputError when there were problems."""
         if self.problems:
             raise InputError(f"{self.name}: " + "; ".join(dict.fromkeys(self.problems)))
+
+
+def is_drafter(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a DFlash drafter."""
+    return DRAFTER in _architectures(config)
 
 
 def _architectures(config: Mapping[str, Any]) -> Sequence[str]:
@@ -295,17 +385,34 @@ def _architectures(config: Mapping[str, Any]) -> Sequence[str]:
 
 def _architecture(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """The model type of a target; InputError for one that this version cannot read."""
-    if DRAFTER in _architectures(config):
+    if is_drafter(config):
         raise InputError("this is a DFlash drafter, not a target; give it as the drafter")
     model_type = text.get("model_type")
-    if model_type not in (*DENSE_TYPES, *HYBRID_TYPES):
-        known = ", ".join(DENSE_TYPES + HYBRID_TYPES)
-        raise InputError(f"unknown target architecture {model_type!r}; this version reads {known}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise InputError(f"unknown target architecture {model_type!r}; this version reads {', '.join(FAMILIES)}")
     return model_type
 
 
-def _quantisation(config: Any) -> str:
-    return str(config.get("quant_method", "unknown method")) if isinstance(config, Mapping) else "unknown method"
+def quantised_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a weight that share one scale in an FP8 checkpoint; None for weights that are not quantised.
+
+    Which modules are quantised is not asked here: the tensors say it. Raises InputError for every other quantisation.
+    """
+    text = config.get("text_config") or {}
+    found = config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
+    if not found:
+        return None
+    if not isinstance(found, Mapping) or found.get("quant_method") != "fp8":
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        raise InputError(f"weights quantised by {method!r} are not implemented (only 'fp8')")
+    reader = _Reader(found, "quantization_config")
+    reader.expect("fmt", "e4m3")
+    reader.expect("activation_scheme", "dynamic")
+    block = reader.get("weight_block_size", [128, 128], kind=list)
+    if block is not None and not (len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        reader.problems.append(f"weight_block_size should be two sizes, found {block!r}")
+    reader.finish()
+    return block[0], block[1]
 
 
 def _layer_types(reader: _Reader, hybrid: bool) -> tuple[str, ...]:
@@ -321,27 +428,69 @@ def _layer_types(reader: _Reader, hybrid: bool) -> tuple[str, ...]:
     return types
 
 
-def _attention(reader: _Reader, gated: bool, partial: float) -> AttentionConfig:
+def _attention(reader: _Reader, gated: bool, partial: float, qk_norm: bool) -> AttentionConfig:
     heads = reader.size("num_attention_heads")
     kv_heads = reader.size("num_key_value_heads", heads)
     head_dim = reader.size("head_dim", max(reader.size("hidden_size") // heads, 1))
     if heads % kv_heads:
         reader.problems.append(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
-    return AttentionConfig(heads, kv_heads, head_dim, _rope(reader, head_dim, partial), gated)
+    return AttentionConfig(heads, kv_heads, head_dim, _rope(reader, head_dim, partial), gated, qk_norm)
 
 
 def _rope(reader: _Reader, head_dim: int, partial: float) -> RopeConfig:
     """Rotary settings, flat (transformers 4) or in `rope_parameters` (5). A missing theta is an error, never 10,000."""
-    rope = _Reader({**reader.config, **reader.mapping("rope_parameters")}, reader.name, reader.problems)
-    scaling = reader.mapping("rope_scaling")
-    for kind in (rope.config.get("rope_type"), scaling.get("rope_type"), scaling.get("type")):
-        if kind not in (None, "default"):
-            reader.problems.append(f"rope type {kind!r} is not implemented (only 'default')")
+    new, old = reader.mapping("rope_parameters"), reader.mapping("rope_scaling")
+    rope = _Reader({**reader.config, **old, **new}, reader.name, reader.problems)
+    kinds = {kind for kind in (new.get("rope_type"), old.get("rope_type"), old.get("type")) if kind is not None}
+    if len(kinds) > 1:
+        reader.problems.append(f"rope type is given as {' and '.join(sorted(map(repr, kinds)))}")
     factor = rope.positive("partial_rotary_factor", partial)
     rotary_dim = int(head_dim * factor)
     if factor > 1 or rotary_dim < 2 or rotary_dim % 2:
         reader.problems.append(f"partial_rotary_factor = {factor} rotates {rotary_dim} of {head_dim} dimensions")
-    return RopeConfig(rope.positive("rope_theta"), rotary_dim)
+    return RopeConfig(rope.positive("rope_theta"), rotary_dim, _scaling(rope, min(kinds, key=str, default="default")))
+
+
+def _scaling(rope: _Reader, kind: str) -> Llama3Scaling | YarnScaling | None:
+    """What stretches the rotations for long contexts (reference_models.md 1.2)."""
+    if kind in ("default", "mrope"):
+        return None
+    if kind not in ("llama3", "yarn"):
+        rope.problems.append(f"rope type {kind!r} is not implemented (only default, llama3, yarn)")
+        return None
+    factor = rope.positive("factor")
+    if kind == "llama3":
+        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+        return Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings"))
+    original = rope.size("original_max_position_embeddings", rope.config.get("max_position_embeddings", MISSING))
+    default = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    for key in ("mscale", "mscale_all_dim", "truncate"):
+        rope.expect(key, True if key == "truncate" else None)
+    amplitude = rope.positive("attention_factor", default)
+    return YarnScaling(factor, original, rope.positive("beta_fast", 32.0), rope.positive("beta_slow", 1.0), amplitude)
+
+
+def _moe_layers(reader: _Reader, count: int) -> tuple[bool, ...]:
+    """Which layers have experts (reference_models.md 1.6); every layer does in all that is published."""
+    dense = reader.get("mlp_only_layers", [], kind=list) or []
+    step = reader.size("decoder_sparse_step", 1)
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(count))
+
+
+def _moe(reader: _Reader, family: Family) -> MoeConfig:
+    """Experts; `num_experts` on the hub, `num_local_experts` as transformers 5 writes it for qwen3_moe."""
+    experts = reader.size("num_experts", reader.config.get("num_local_experts", MISSING))
+    normalise = reader.get("norm_topk_prob", family.hybrid, kind=bool)
+    moe = MoeConfig(
+        num_experts=experts,
+        top_k=reader.size("num_experts_per_tok"),
+        expert_size=reader.size("moe_intermediate_size"),
+        shared_size=reader.size("shared_expert_intermediate_size") if family.hybrid else None,
+        normalise=family.always_normalised or bool(normalise),
+    )
+    if moe.top_k > moe.num_experts:
+        reader.problems.append(f"num_experts_per_tok = {moe.top_k} of num_experts = {moe.num_experts}")
+    return moe
 
 
 def _delta(reader: _Reader) -> DeltaConfig:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from convert.checkpoint import Checkpoint
-from convert.weights import load_network
+from convert.converted import Source, open_directory, read_network
 from ddtree_jax._cache import enable_compile_cache
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
@@ -35,7 +34,7 @@ class Model:
 
 
 def load(target: str | Path | None = None, drafter: str | Path | None = None, dtype: str = "bfloat16") -> Model:
-    """Load a Hugging Face checkpoint directory of a target, and one of a DFlash drafter.
+    """Load a checkpoint directory of a target, and one of a DFlash drafter: Hugging Face's, or converted ones.
 
     Args:
       target: directory with config.json, model.safetensors (or shards with an index) and, for text, tokenizer.json.
@@ -50,13 +49,13 @@ def load(target: str | Path | None = None, drafter: str | Path | None = None, dt
         raise InputError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if target is None:
         target, drafter = demo_directory("target"), drafter or demo_directory("drafter")
-    checkpoint = Checkpoint(target)
+    checkpoint = open_directory(target)
     spec = NetworkSpec(Target, TargetConfig.from_hf(checkpoint.config), jnp.dtype(dtype))
     draft = None if drafter is None else _open_drafter(drafter, spec)
     tokenizer = _tokenizer(checkpoint)
     stops = stop_ids(checkpoint.json("generation_config.json"), checkpoint.config, tokenizer)
     enable_compile_cache()
-    return Model(load_network(checkpoint, spec), load_network(*draft) if draft else None, tokenizer, stops)
+    return Model(read_network(checkpoint, spec), read_network(*draft) if draft else None, tokenizer, stops)
 
 
 def demo_directory(part: str) -> Path:
@@ -67,14 +66,14 @@ def demo_directory(part: str) -> Path:
     return directory
 
 
-def _open_drafter(directory: str | Path, target: NetworkSpec) -> tuple[Checkpoint, NetworkSpec]:
+def _open_drafter(directory: str | Path, target: NetworkSpec) -> tuple[Source, NetworkSpec]:
     """A drafter's checkpoint, checked against its target."""
-    checkpoint = Checkpoint(directory)
+    checkpoint = open_directory(directory)
     config = DrafterConfig.from_hf(checkpoint.config)
     config.check_against(target.config)
     return checkpoint, NetworkSpec(Drafter, config, target.dtype)
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+def _tokenizer(checkpoint: Source) -> Tokenizer | None:
     has_one = (checkpoint.directory / "tokenizer.json").exists()
     return Tokenizer.from_directory(checkpoint.directory) if has_one else None

@@ -5,6 +5,7 @@ installed.
     python scripts/benchmark.py decode --transformers --json
     python scripts/benchmark.py decode --target DIR --drafter DIR --budgets 8,16,32,64 --dtype bfloat16
     python scripts/benchmark.py operations
+    python scripts/benchmark.py convert --gigabytes 4
 
 Everything is measured in turns in one process, so that a noisy machine disturbs all alike; medians are printed. Greedy,
 one prompt at a
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import conversion_benchmark
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,12 @@ def main() -> int:
     operations = commands.add_parser("operations", help="milliseconds of every writing of an operation")
     operations.add_argument("--repeats", type=int, default=30, metavar="N", help="calls (default %(default)s)")
     operations.set_defaults(run=run_operations)
-    for command in (decode, operations):
+    convert = commands.add_parser("convert", help="conversion to Orbax beside cp and fsync of the same bytes")
+    convert.add_argument("--gigabytes", type=float, default=1.0, metavar="N", help="default %(default)s")
+    convert.add_argument("--repeats", type=int, default=3, metavar="N", help="turns (default %(default)s)")
+    convert.add_argument("--directory", metavar="DIR", help="where to write three times that much (default: temporary)")
+    convert.set_defaults(run=run_convert)
+    for command in (decode, operations, convert):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     try:
@@ -201,6 +208,11 @@ def milliseconds(call: Callable[..., object], inputs: tuple, repeats: int) -> di
         jax.block_until_ready(call(*inputs))
         times.append(1000 * (time.perf_counter() - start))
     return {"median_ms": round(statistics.median(times[1:]), 3), "min_ms": round(min(times[1:]), 3)}
+
+
+def run_convert(arguments: argparse.Namespace) -> None:
+    """Wall time and peak memory of a conversion, and of `cp` with fsync, in turns."""
+    show(conversion_benchmark.measure(arguments.gigabytes, arguments.repeats, arguments.directory), arguments.json)
 
 
 def show(rows: dict[str, dict[str, float]], as_json: bool) -> None:

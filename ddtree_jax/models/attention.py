@@ -37,8 +37,9 @@ class Attention(nnx.Module):
         self.k_proj = Linear(hidden, kv_width, rngs=rngs, dtype=dtype)
         self.v_proj = Linear(hidden, kv_width, rngs=rngs, dtype=dtype)
         self.o_proj = Linear(width, hidden, rngs=rngs, dtype=dtype)
-        self.q_norm = RMSNorm(config.head_dim, eps=eps, zero_centred=zero_centred, dtype=dtype)
-        self.k_norm = RMSNorm(config.head_dim, eps=eps, zero_centred=zero_centred, dtype=dtype)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=eps, zero_centred=zero_centred, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, eps=eps, zero_centred=zero_centred, dtype=dtype)
 
     def __call__(
         self,
@@ -61,7 +62,10 @@ class Attention(nnx.Module):
     def rows(self, x: Float[Array, "B N H"], angles: Angles) -> KVRows:
         """Keys, normed and rotated, and values of the tokens x."""
         heads = (*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
-        return KVRows(rotate(self.k_norm(self.k_proj(x).reshape(heads)), angles), self.v_proj(x).reshape(heads))
+        key = self.k_proj(x).reshape(heads)
+        if self.config.qk_norm:
+            key = self.k_norm(key)
+        return KVRows(rotate(key, angles), self.v_proj(x).reshape(heads))
 
     def _query(self, x, angles):
         query = self.q_proj(x).reshape(*x.shape[:2], self.config.num_heads, -1)
@@ -69,4 +73,6 @@ class Attention(nnx.Module):
         if self.config.gated:
             query, gate = jnp.split(query, 2, axis=-1)
             gate = gate.reshape(*x.shape[:2], -1)
-        return rotate(self.q_norm(query), angles), gate
+        if self.config.qk_norm:
+            query = self.q_norm(query)
+        return rotate(query, angles), gate

@@ -6,11 +6,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ddtree_jax.config import RopeConfig
+from ddtree_jax.config import Llama3Scaling, RopeConfig, YarnScaling
 
 INIT_STD = 0.02
 
@@ -94,9 +95,42 @@ class SwiGLU(nnx.Module):
 
 def rope_angles(position: Int[Array, "B N"], rope: RopeConfig, dtype: DTypeLike) -> Float[Array, "2 B N half"]:
     """cos and sin of every rotation, computed in float32 and cast to the activation dtype (reference_models.md 1.2)."""
-    exponent = jnp.arange(0, rope.rotary_dim, 2, dtype=jnp.float32) / rope.rotary_dim
-    angle = position[..., None].astype(jnp.float32) * (rope.theta**-exponent)
-    return jnp.stack([jnp.cos(angle), jnp.sin(angle)]).astype(dtype)
+    frequencies, amplitude = rope_frequencies(rope)
+    angle = position[..., None].astype(jnp.float32) * frequencies
+    return (amplitude * jnp.stack([jnp.cos(angle), jnp.sin(angle)])).astype(dtype)
+
+
+def rope_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
+    """float32 radians a position of every rotated pair, [rotary_dim / 2], and the factor on cos and sin (spec 1.2)."""
+    pair = np.arange(0, rope.rotary_dim, 2)
+    frequencies = (rope.theta ** -(pair / rope.rotary_dim)).astype(np.float32)
+    match rope.scaling:
+        case Llama3Scaling():
+            return _llama3(frequencies, rope.scaling), 1.0
+        case YarnScaling():
+            return _yarn(frequencies, rope, rope.scaling), rope.scaling.attention_factor
+    return frequencies, 1.0
+
+
+def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    """Pairs that turn often within the original context stay, slow ones are divided by the factor, a ramp between."""
+    turns = scaling.original_positions * frequencies / (2 * np.pi)
+    width = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = np.clip((turns - scaling.low_freq_factor) / width, 0.0, 1.0)
+    return (frequencies * (kept + (1.0 - kept) / scaling.factor)).astype(np.float32)
+
+
+def _yarn(frequencies: np.ndarray, rope: RopeConfig, scaling: YarnScaling) -> np.ndarray:
+    """Pairs are interpolated by a ramp over their index between the two betas (turns within the original context)."""
+
+    def pair_of(turns: float) -> float:
+        ratio = scaling.original_positions / (2 * np.pi * turns)
+        return rope.rotary_dim * np.log(ratio) / (2 * np.log(rope.theta))
+
+    low = max(np.floor(pair_of(scaling.beta_fast)), 0)
+    high = min(np.ceil(pair_of(scaling.beta_slow)), rope.rotary_dim - 1)
+    ramp = np.clip((np.arange(len(frequencies)) - low) / (high - low if high > low else 0.001), 0.0, 1.0)
+    return (frequencies / scaling.factor * ramp + frequencies * (1.0 - ramp)).astype(np.float32)
 
 
 def rotate(x: Float[Array, "B N h D"], angles: Float[Array, "2 B N half"]) -> Float[Array, "B N h D"]:

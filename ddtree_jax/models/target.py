@@ -24,22 +24,26 @@ from ddtree_jax.models.blocks import (
 )
 from ddtree_jax.models.delta_net import GatedDeltaNet
 from ddtree_jax.models.layers import Embedding, Linear, RMSNorm, SwiGLU, linear, rope_angles
+from ddtree_jax.models.moe import SparseMoe
 
 
 class DecoderLayer(nnx.Module):
     """Mixer and feed-forward, each behind a norm and a residual."""
 
-    def __init__(self, config: TargetConfig, kind: str, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: TargetConfig, index: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         norm: dict[str, Any] = dict(eps=config.norm_eps, zero_centred=config.zero_centred_norm, dtype=dtype)
         hidden = config.hidden_size
-        self.linear = kind == LINEAR
+        self.linear = config.layer_types[index] == LINEAR
         self.input_layernorm = RMSNorm(hidden, **norm)
         if self.linear and config.delta is not None:
             self.linear_attn = GatedDeltaNet(config.delta, hidden, eps=config.norm_eps, rngs=rngs, dtype=dtype)
         else:
             self.self_attn = Attention(config.attention, hidden, rngs=rngs, **norm)
         self.post_attention_layernorm = RMSNorm(hidden, **norm)
-        self.mlp = SwiGLU(hidden, config.intermediate_size, rngs=rngs, dtype=dtype)
+        if config.moe is not None and config.has_experts(index):
+            self.mlp = SparseMoe(config.moe, hidden, rngs=rngs, dtype=dtype)
+        else:
+            self.mlp = SwiGLU(hidden, config.intermediate_size, rngs=rngs, dtype=dtype)
 
     def __call__(self, x, cache: Cache, block: SequenceBlock | TreeBlock, angles):
         """The layer's output, and what it made: K/V rows, node rows, or (delta layer, sequence) the new cache."""
@@ -64,7 +68,7 @@ class Target(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, kind, rngs=rngs, dtype=dtype) for kind in config.layer_types])
+        self.layers = nnx.List([DecoderLayer(config, i, rngs=rngs, dtype=dtype) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, zero_centred=config.zero_centred_norm, dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)

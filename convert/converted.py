@@ -1,0 +1,73 @@
+"""Converted checkpoints: a directory with an Orbax checkpoint, a record of where it came from, and the tokenizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from convert.checkpoint import Checkpoint, Directory, summary
+from convert.weights import grouped, load_network, mismatches, parameters
+from ddtree_jax.errors import InputError
+from ddtree_jax.files import read_object
+from ddtree_jax.models.network import Network, NetworkSpec
+
+RECORD = "conversion.json"
+WEIGHTS = "weights"
+PROGRESS = "progress.jsonl"  # in the directory of a conversion that is not finished
+FORMAT = 1
+ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")  # one of them is in every directory that Orbax writes
+
+
+class Converted(Directory):
+    """An opened directory that `ddtree-jax convert` wrote: `config`, and `parameters` by name, {"shape": .., ..}.
+
+    Raises InputError for a record that cannot be read.
+    """
+
+    def __init__(self, directory: str | Path):
+        super().__init__(directory)
+        self.record = read_object(self.file(RECORD))
+        if self.record.get("format") != FORMAT:
+            raise InputError(f"{self.directory}: format {self.record.get('format')!r} is not {FORMAT}; convert again")
+        self.parameters = self._parameters(self.record.get("parameters"))
+        self.weights = self.file(WEIGHTS)
+        if not self.weights.is_dir():
+            raise InputError(f"{self.directory} has lost its {WEIGHTS}; convert the checkpoint again")
+
+    def _parameters(self, found: Any) -> dict[str, dict[str, Any]]:
+        try:
+            return {name: {**entry, "shape": tuple(entry["shape"])} for name, entry in found.items()}
+        except (AttributeError, KeyError, TypeError):
+            raise InputError(f"{self.directory / RECORD} is damaged; convert the checkpoint again") from None
+
+
+Source = Checkpoint | Converted
+
+
+def open_directory(directory: str | Path) -> Source:
+    """A Hugging Face directory or a converted one; InputError for what is neither, or was not written to its end."""
+    path = Path(directory)
+    if any(os.path.exists(place / PROGRESS) for place in (path, path.parent)):
+        raise InputError(f"{path} is a conversion that was not finished; run the same ddtree-jax convert again")
+    if os.path.exists(path / RECORD):
+        return Converted(path)
+    if any(os.path.exists(path / mark) for mark in (*ORBAX, WEIGHTS)):
+        raise InputError(f"{path} has no {RECORD}: it is not a finished directory of ddtree-jax convert")
+    return Checkpoint(path)
+
+
+def read_network(source: Source, spec: NetworkSpec) -> Network:
+    """Fill a network from either kind of directory, with the same bits; the rules of `load_network` hold for both."""
+    if isinstance(source, Checkpoint):
+        return load_network(source, spec)
+    wanted = parameters(spec)
+    found = {name: entry["shape"] for name, entry in source.parameters.items()}
+    problems = grouped(mismatches({name: leaf.shape for name, leaf in wanted.items()}, found))
+    if problems:
+        what = "".join(summary(kind, names) for kind, names in problems.items()).removesuffix("; ")
+        raise InputError(f"{source.directory} does not fit {spec.module.__name__}: {what}")
+    from convert import orbax_store  # importing Orbax takes a second, which Hugging Face directories need not pay
+
+    loaded = orbax_store.load(source.weights, wanted)
+    return Network(tuple(loaded[name] for name in wanted), spec)

@@ -1,0 +1,84 @@
+"""Our side of a comparison: the same numbers that `reference.py` records, from our modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ddtree_jax.models.blocks import sequence_block
+from ddtree_jax.models.layers import rope_angles
+from ddtree_jax.models.network import Network
+
+Named = dict[str, np.ndarray]
+
+
+def whole(network: Network, ids: np.ndarray) -> Named:
+    """One pass of the model: logits [T, V] and hidden_00 .. hidden_NN [T, H], as `reference.py` names them."""
+    with jax.default_matmul_precision("highest"):
+        return _rows(_whole(network, jnp.asarray(ids, jnp.int32)[None]))
+
+
+def alone(network: Network, inputs: Mapping[int, np.ndarray]) -> Named:
+    """Layers on their own: each is given a hidden state [T, H], by layer number, that was recorded.
+
+    hidden_II is what layer II-1 makes of it (the last layer's after the final norm), mixer_II and mlp_II what its
+    modules do. An error in one layer so shows in that layer alone.
+    """
+    given = {i: jnp.asarray(x)[None] for i, x in inputs.items()}
+    with jax.default_matmul_precision("highest"):
+        return _rows(_alone(network, given))
+
+
+def _rows(batch: Mapping[str, jax.Array]) -> Named:
+    """The one row of every array, float32."""
+    return {name: np.asarray(x[0], np.float32) for name, x in batch.items()}
+
+
+@jax.jit
+def _whole(network: Network, ids: Int[Array, "B T"]) -> dict[str, jax.Array]:
+    target = network.module()
+    inner = target.config.num_layers - 1
+    hidden, taps = target(ids, tuple(range(inner)))
+    states = [target.embed(ids), *(jnp.split(taps, inner, axis=-1) if inner else []), hidden]
+    return {f"hidden_{i:02d}": x for i, x in enumerate(states)} | {"logits": target.logits(hidden)}
+
+
+@jax.jit
+def _alone(network: Network, inputs: Mapping[int, Float[Array, "B T H"]]) -> dict[str, jax.Array]:
+    target = network.module()
+    batch, size, _ = next(iter(inputs.values())).shape
+    block = sequence_block(jnp.zeros(batch, jnp.int32), jnp.full(batch, size, jnp.int32), size)
+    angles = rope_angles(block.position, target.config.attention.rope, target.dtype)
+    caches = target.init_caches(batch, 0)
+    made: dict[str, jax.Array] = {}
+    for i, x in inputs.items():
+        watch(target.layers[i], i, made)
+        out, _ = target.layers[i](x.astype(target.dtype), caches[i], block, angles)
+        made[f"hidden_{i + 1:02d}"] = target.norm(out) if i + 1 == target.config.num_layers else out
+    return made
+
+
+def watch(layer: Any, index: int, made: dict[str, jax.Array]) -> None:
+    """Have the layer's next pass put what its mixer and feed-forward give out into `made`. The layer is a view inside a
+    trace (`Network.module`), so nothing outlives it.
+    """
+
+    def keep(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            out = call(*args)
+            made[f"{name}_{index:02d}"] = out[0] if isinstance(out, tuple) else out
+            return out
+
+        return watched
+
+    if layer.linear:
+        layer.linear_attn = SimpleNamespace(sequence=keep("mixer", layer.linear_attn.sequence))
+    else:
+        layer.self_attn = keep("mixer", layer.self_attn)
+    layer.mlp = keep("mlp", layer.mlp)
