@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, the chosen experts by a grouped product, and for some models a shared expert (spec 1.6)."""
+"""Mixture of experts: a router, the chosen experts by a grouped product, for some models a shared expert (spec 1.6)."""
 
 from __future__ import annotations
 

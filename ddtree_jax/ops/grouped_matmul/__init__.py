@@ -20,9 +20,9 @@ def grouped_matmul(
     """y[m] = weight[group of m] @ x[m], accumulated in float32, in x's dtype.
 
     Args:
-      x: rows sorted by group: the first sizes[0] belong to group 0, the next sizes[1] to group 1, ...; the sizes sum to M.
+      x: rows sorted by group: the first sizes[0] belong to group 0, the next sizes[1] to group 1, and so on.
       weight: one [out, in] matrix a group, in the stored layout.
-      sizes: int32 rows of every group, 0 allowed.
+      sizes: int32 rows of every group, 0 allowed; they sum to M.
       implementation: "xla" (default: `jax.lax.ragged_dot_general`) or "reference" (a gathered matrix a row).
     """
     return choose(IMPLEMENTATIONS, implementation)(x, weight, sizes)
