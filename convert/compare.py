@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `compare`."""
     parser.add_argument("directory", metavar="DIR", help="the checkpoint that this library runs")
     parser.add_argument("recording", metavar="OUT.npz", nargs="?", help="what `reference` wrote")
+    parser.add_argument("--target", metavar="DIR", help="DIR is a drafter, this its target, OUT.npz a recorded draft")
     parser.add_argument("--hf", metavar="DIR2", help="run `reference` on this checkpoint first, instead of OUT.npz")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="interpreter with torch, for --hf")
     reference.add_input_arguments(parser)
@@ -43,6 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("give either OUT.npz or --hf DIR2")
     if arguments.hf is None and (arguments.ids, arguments.prompt, arguments.random) != (None, None, None):
         raise InputError("--ids, --prompt and --random belong to --hf; OUT.npz has its tokens")
+    if arguments.target is not None:
+        from convert import compare_drafter
+
+        return compare_drafter.run(arguments)
     report = compare(arguments.directory, recording_of(arguments), arguments.dtype)
     if arguments.plot:
         plot(report, arguments.plot)
@@ -272,8 +277,15 @@ def _row(name: str, *parts: Difference | None) -> str:
         *(d.max if d else None for d in (mixer, mlp)),
     ]
     used = [d.used for d in parts if d]
-    worst = f"{np.max(used):.0%}" + ("" if all(u <= 1 for u in used) else "  <-- too much") if used else ""
-    return f"{name:<22}" + "".join("-         " if c is None else f"{c:.1e}   " for c in cells) + worst
+    return f"{name:<22}" + "".join("-         " if c is None else f"{c:.1e}   " for c in cells) + _used(used)
+
+
+def _used(parts: list[float]) -> str:
+    """The largest part of a tolerance that is used, in words."""
+    if not parts:
+        return ""
+    worst = np.max(parts)
+    return f"{worst:.0%}" if worst <= 1 else f"{worst:.3g} times  <-- too much"
 
 
 def plot(report: Report, path: str) -> None:

@@ -181,9 +181,12 @@ def compare_method(model: Model, recorded: RecordedRuns, method: str, tie: float
     options: dict[str, Any] = dict(max_new_tokens=recorded.new_tokens, stop_ids=recorded.stop_ids)
     runs = recorded.runs[method]
     if method == "ar":
+        import jax
+
         from ddtree_jax.generation import generate
 
-        results = generate(model, prompt_ids=recorded.prompts, method="ar", **options)
+        with jax.default_matmul_precision("highest"):
+            results = generate(model, prompt_ids=recorded.prompts, method="ar", **options)
         outputs = [result.output_ids[result.prompt_tokens :] for result in results]
         return [
             RunReport(method, i, len(ours) - 1, parting(ours, run.output))

@@ -35,6 +35,16 @@ def alone(network: Network, inputs: Mapping[int, np.ndarray]) -> Named:
         return _rows(_alone(network, given))
 
 
+def draft(target: Network, drafter: Network, taps: np.ndarray, noise: np.ndarray) -> Named:
+    """One draft: taps [T, n*H] are the target's of T committed tokens, noise [B, H] the block's embeddings.
+
+    ctx_feature [T, H]; ctx_k_LI and ctx_v_LI [T, nk, D], the context rows of layer I; layer_out_II and draft_hidden
+    (after the final norm) [B, H]; logits [B-1, V] of all slots but the root's.
+    """
+    with jax.default_matmul_precision("highest"):
+        return _rows(_draft(target, drafter, jnp.asarray(taps)[None], jnp.asarray(noise)[None]))
+
+
 def _rows(batch: Mapping[str, jax.Array]) -> Named:
     """The one row of every array, float32."""
     return {name: np.asarray(x[0], np.float32) for name, x in batch.items()}
@@ -62,6 +72,35 @@ def _alone(network: Network, inputs: Mapping[int, Float[Array, "B T H"]]) -> dic
         out, _ = target.layers[i](x.astype(target.dtype), caches[i], block, angles)
         made[f"hidden_{i + 1:02d}"] = target.norm(out) if i + 1 == target.config.num_layers else out
     return made
+
+
+@jax.jit
+def _draft(
+    target: Network, drafter: Network, taps: Float[Array, "B T features"], noise: Float[Array, "B N H"]
+) -> dict[str, jax.Array]:
+    module, head = drafter.module(), target.module()
+    taps, noise = taps.astype(module.dtype), noise.astype(module.dtype)
+    size = jnp.full(taps.shape[0], taps.shape[1], jnp.int32)
+    position = jnp.broadcast_to(jnp.arange(taps.shape[1]), taps.shape[:2])
+    rows = module.context(taps, position)
+    caches = module.extend(module.init_caches(taps.shape[0], taps.shape[1]), rows, jnp.zeros_like(size))
+    made = {"ctx_feature": module.hidden_norm(module.fc(taps))}
+    for i, row in enumerate(rows):
+        made |= {f"ctx_k_L{i}": row.k, f"ctx_v_L{i}": row.v}
+    # what goes into the norm of a layer is what came out of the one before
+    for i, layer in enumerate(list(module.layers)[1:]):
+        layer.input_layernorm = _noting_input(f"layer_out_{i:02d}", layer.input_layernorm, made)
+    module.norm = _noting_input(f"layer_out_{len(module.layers) - 1:02d}", module.norm, made)
+    hidden = module.draft(noise, caches, size)
+    return made | {"draft_hidden": hidden, "logits": head.logits(hidden[:, 1:])}
+
+
+def _noting_input(name: str, call: Callable[..., Any], made: dict[str, jax.Array]) -> Callable[..., Any]:
+    def noted(x: jax.Array) -> Any:
+        made[name] = x
+        return call(x)
+
+    return noted
 
 
 def watch(layer: Any, index: int, made: dict[str, jax.Array]) -> None:
