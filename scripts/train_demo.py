@@ -414,24 +414,25 @@ def generate_batch(model: Any, prompts: list[list[int]], temperature: float, see
 
 
 def make_generations(args: argparse.Namespace, part: str, temperatures: Iterator[float], seconds: float) -> None:
-    """Write generated/{part}_NNN.npz until the temperatures or the seconds run out; files that exist count as done."""
+    """Write generated/{part}_NNN.npz until the temperatures or the seconds run out; files that exist count too."""
     stream, model = np.load(args.work / f"{part}.npy"), load(args.out / "target", dtype="float32")
     folder = args.work / "generated"
     folder.mkdir(exist_ok=True)
-    began, tokens = time.monotonic(), 0
+    spent = 0.0
     for number, temperature in enumerate(temperatures):
-        path = folder / f"{part}_{number:03d}.npz"
-        if time.monotonic() - began > seconds:
+        if spent >= seconds:
             break
+        path = folder / f"{part}_{number:03d}.npz"
         if not path.exists():
+            began = time.monotonic()
             prompts = cut_prompts(stream, np.random.default_rng((number, len(part))), GENERATE_BATCH)
             made = generate_batch(model, prompts, temperature, number)
-            np.savez(path.with_suffix(".part.npz"), **made)
-            os.replace(path.with_suffix(".part.npz"), path)
-            tokens += int(np.sum(made["length"] - made["prompt"]))
-            log.info(
-                "generate: %s, T %.1f, %d tokens after %.0f s", path.stem, temperature, tokens, time.monotonic() - began
-            )
+            unfinished = path.with_suffix(".part.npz")
+            np.savez(unfinished, seconds=time.monotonic() - began, **made)
+            os.replace(unfinished, path)
+            tokens = int(np.sum(made["length"] - made["prompt"]))
+            log.info("generate: %s, temperature %.1f, %d tokens", path.stem, temperature, tokens)
+        spent += float(np.load(path)["seconds"])
 
 
 def stage_generate(args: argparse.Namespace) -> None:

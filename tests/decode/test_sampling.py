@@ -35,8 +35,8 @@ jitted_allowed, jitted_pick, jitted_couple = jax.jit(allowed), jax.jit(pick), ja
 
 
 def softmax(x):
-    weight = np.exp(x - x.max())
-    return weight / weight.sum()
+    weight = np.exp(x - x.max(axis=-1, keepdims=True))
+    return weight / weight.sum(axis=-1, keepdims=True)
 
 
 def plain_allowed(logits, top_k, top_p, min_p):
@@ -307,13 +307,13 @@ def exact_distribution():
     prefixes = np.array(PROMPT + [0, 0]) * np.ones((64, 1), np.int32)
     prefixes[:, 3:] = np.stack(np.divmod(np.arange(64), 8), axis=1)
     logits = jax.jit(lambda ids: network.logits(network(ids)[0]))(jnp.asarray(prefixes, jnp.int32))
-    p = np.asarray(jax.nn.softmax(logits.astype(jnp.float64) / TEMPERATURE, axis=-1), np.float64).reshape(8, 8, 5, 8)
+    p = softmax(np.asarray(logits, np.float64) / TEMPERATURE).reshape(8, 8, 5, 8)
     return p[0, 0, 2][:, None, None] * p[:, 0, 3][:, :, None] * p[:, :, 4]
 
 
-def first_tokens(key, budget, table):
+def first_tokens(pair, key, budget, table):
     """The first three tokens of one run with a tree of `budget` nodes; drafts come from `table` [1, L, V] if given."""
-    target, drafter = (module(network) for network in small_pair())
+    target, drafter = map(module, pair)
     state = DecodeState(
         target.init_caches(1, 16),
         drafter.init_caches(1, 16),
@@ -350,15 +350,16 @@ def with_table(table):
     return expand if table is None else lambda _, *args, **options: expand(table, *args, **options)
 
 
-def count_first_tokens(budget, table=None):
-    keys = jax.random.split(jax.random.key(10 + budget), RUNS)
-    tokens = np.asarray(run_many(keys, jnp.int32(budget), table))
-    return np.bincount(tokens @ np.array([64, 8, 1]), minlength=512)
-
-
 @jax.jit
-def run_many(keys, budget, table):
-    return jax.lax.map(lambda key: first_tokens(key, budget, table), keys, batch_size=2000)
+def run_many(pair, keys, budget, table):
+    return jax.lax.map(lambda key: first_tokens(pair, key, budget, table), keys, batch_size=2000)
+
+
+def count_first_tokens(budget, table=None):
+    """How often every three tokens came out, [512]."""
+    keys = jax.random.split(jax.random.key(10 + budget), RUNS)
+    tokens = np.asarray(run_many(small_pair(), keys, jnp.int32(budget), table))
+    return np.bincount(tokens @ np.array([64, 8, 1]), minlength=512)
 
 
 @pytest.mark.slow

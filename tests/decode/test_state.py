@@ -138,7 +138,7 @@ def test_caches_after_a_stop_inside_the_path():
     tokens = plain().tokens
     stop = tokens[0][2]  # accepted at depth 2
     kept = [next((i + 1 for i, t in enumerate(row[1:7], 1) if t == stop), 7) for row in tokens]
-    state = force(plain().states[0], (5, 5, 5), stop_ids=jnp.array([stop]))
+    state = force(plain().states[0], (5, 5, 5), stop_ids=plain().states[0].progress.stop_ids.at[0].set(stop))
     assert kept[0] == 3
     check_caches(state, kept)
     assert state.progress.done.tolist() == [row[n - 1] == stop for row, n in zip(tokens, kept, strict=True)]

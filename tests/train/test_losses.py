@@ -157,4 +157,5 @@ def test_target_loss_is_the_mean_nats_of_the_next_tokens(pair):
 
 def test_leading_matches_stop_at_the_first_wrong_token():
     drafted = jnp.array([[1, 2, 3], [1, 9, 3], [9, 2, 3]])
-    assert leading_matches(drafted, jnp.array([1, 2, 3])).tolist() == [3, 1, 0]
+    labels = jnp.array([[1, 2, 3]] * 3)
+    assert leading_matches(drafted, labels).tolist() == [3, 1, 0]
