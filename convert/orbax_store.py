@@ -79,7 +79,7 @@ def read(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _load(path: Path, wanted: dict[str, Any], context: ocp.Context) -> dict[str, Any]:
     try:
         with context:
-            return ocp.load(path, wanted)
+            return ocp.load(path.absolute(), wanted)
     except Exception as error:  # Orbax and TensorStore raise of everything, and all of it means the same
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"{path} is damaged: {reason[0][:300]}; convert the checkpoint again") from error

@@ -102,13 +102,7 @@ def test_rounds(model, runs, arrays, budget):
         assert [len(one.path) for one in rounds[: len(lengths)]] == lengths
         assert len(rounds) == len(lengths) or budget < 6
         for r in range(len(lengths)):
-<<<<<<< HEAD
-            exact.append(
-                check_round(rounds[r], run["ddtree"][str(budget)]["rounds"][r], arrays, f"p{p}_b{budget}_r{r}")
-            )
-=======
             exact.append(check_round(rounds[r], recorded[r], arrays, f"p{p}_b{budget}_r{r}"))
->>>>>>> main
     assert np.mean(exact) > 0.9  # of the trees, had no tie
 
 
