@@ -121,8 +121,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _add_info(commands: Any) -> None:
-    parser = _parser(
-        commands.add_parser,
+    parser = commands.add_parser(
         "info",
         help="parameters, memory and what fits on a card",
         description="Parameters, memory for weights, KV and recurrent state, and the context that fits on a card.",
@@ -137,8 +136,7 @@ def _add_info(commands: Any) -> None:
 def _add_convert(commands: Any) -> None:
     from convert import command
 
-    parser = _parser(
-        commands.add_parser,
+    parser = commands.add_parser(
         "convert",
         help="a Hugging Face checkpoint to Orbax",
         description=command.DESCRIPTION,
