@@ -115,7 +115,7 @@ def _add_demo(commands: Any) -> None:
         epilog="example:\n  ddtree-jax demo --max-new-tokens 128",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens a prompt (default 128)")
-    parser.add_argument("--tree-budget", type=int, default=16, metavar="N", help="drafted nodes a round (default 16)")
+    parser.add_argument("--tree-budget", type=int, default=8, metavar="N", help="drafted nodes a round (default 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and a table")
     parser.set_defaults(run=run_demo)
 
