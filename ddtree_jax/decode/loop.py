@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from ddtree_jax.decode.round import RoundTrace, decode_round, extend_context
 from ddtree_jax.decode.sampling import Sampling, pick
 from ddtree_jax.decode.state import DecodeState, Progress, RoundConfig, empty_progress
+from ddtree_jax.models.blocks import DeltaCache, KVRows
 from ddtree_jax.models.network import Network
 
 PREFILL_SIZES = (64, 256, 1024)  # compiled chunk lengths: no prompt length compiles anything else
@@ -73,7 +74,6 @@ def report(progress: Progress) -> Report:
     return Report(**{f.name: getattr(progress, f.name) for f in dataclasses.fields(Report)})
 
 
-@partial(jax.jit, donate_argnames=["state"])
 def prefill_chunk(
     target: Network,
     drafter: Network | None,
@@ -83,25 +83,53 @@ def prefill_chunk(
     lengths: Int[Array, " B"],
     start: Int[Array, ""],
 ) -> tuple[DecodeState, Float[Array, "B H"]]:
-    """Tokens start..start+T-1 of right-padded prompts that are `lengths` long.
+    """Tokens start..start+T-1 of right-padded prompts that are `lengths` long. `state` is donated.
 
-    `last` collects the hidden state of every row's last prompt token.
+    `last` collects the hidden state of every row's last prompt token. Two programs: in one, nothing would order the
+    write of a cache after its reads, and XLA would then copy it (in a round the walk stands between the two).
     """
-    network, draft = module(target), module(drafter)
+    last, made, features = read_chunk(target, drafter, state, last, ids, lengths, start)
+    return write_chunk(target, drafter, state, made, features, lengths, start), last
+
+
+@jax.jit
+def read_chunk(
+    target: Network,
+    drafter: Network | None,
+    state: DecodeState,
+    last: Float[Array, "B H"],
+    ids: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    start: Int[Array, ""],
+) -> tuple[Float[Array, "B H"], list[KVRows | DeltaCache], Float[Array, "B T features"]]:
+    """A chunk of the prompts through the target, the caches only read: `last`, and what `write_chunk` takes."""
     size = ids.shape[1]
     count = jnp.clip(lengths - start, 0, size)
-    taps = draft.config.target_layer_ids if draft else ()
-    hidden, features, made = network.sequence(ids, state.caches, state.length, count, taps)
-    offset = jnp.full_like(state.length, start)
+    taps = drafter.config.target_layer_ids if drafter else ()
+    hidden, features, made = module(target).sequence(ids, state.caches, state.length, count, taps)
     ends_here = (lengths > start) & (lengths <= start + size)
     final = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-    state = dataclasses.replace(
+    return jnp.where(ends_here[:, None], final, last), made, features
+
+
+@partial(jax.jit, donate_argnames=["state"])
+def write_chunk(
+    target: Network,
+    drafter: Network | None,
+    state: DecodeState,
+    made: list[KVRows | DeltaCache],
+    features: Float[Array, "B T features"],
+    lengths: Int[Array, " B"],
+    start: Int[Array, ""],
+) -> DecodeState:
+    """The caches with a chunk's rows from slot `start` on; what lies past a row's length is overwritten later."""
+    offset = jnp.full_like(state.length, start)
+    return dataclasses.replace(
         state,
-        caches=network.extend(state.caches, made, offset),
-        draft_caches=extend_context(draft, state.draft_caches, features, offset),
-        length=state.length + count,
+        caches=module(target).extend(state.caches, made, offset),
+        draft_caches=extend_context(module(drafter), state.draft_caches, features, offset),
+        length=jnp.clip(lengths, 0, start + features.shape[1]),
     )
-    return state, jnp.where(ends_here[:, None], final, last)
 
 
 @partial(jax.jit, donate_argnames=["state"])

@@ -11,7 +11,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny import DRAFTER, HYBRID, tiny_drafter, tiny_prompt, tiny_target
+from tiny import DRAFTER, HYBRID, tiny_drafter, tiny_target
 
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.decode.loop import Report, Request, decode_rounds, prefill
@@ -62,8 +62,8 @@ def sampling(rows: int, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0) 
 
 
 def prompts(seed: int, lengths: Sequence[int], vocab: int = HYBRID.vocab_size) -> list[list[int]]:
-    """Random prompts of these lengths."""
-    return [tiny_prompt(100 * seed + row, length, vocab) for row, length in enumerate(lengths)]
+    """Random prompts of these lengths, made without JAX: it would compile something for every length."""
+    return [np.random.default_rng((seed, row)).integers(vocab, size=n).tolist() for row, n in enumerate(lengths)]
 
 
 def begin(

@@ -24,7 +24,7 @@ TREE = RoundConfig(BUDGET, "spine", HORIZON, couple=True)
 
 # ---- compilation -----------------------------------------------------------------------------------------------------
 
-PROGRAMS = (loop._allocate, loop.prefill_chunk, loop.first_token, loop.decode_rounds)
+PROGRAMS = (loop._allocate, loop.read_chunk, loop.write_chunk, loop.first_token, loop.decode_rounds)
 
 
 def generate(seed: int, lengths, limits) -> int:
@@ -90,7 +90,7 @@ def check_in_place(compiled, caches):
     arrays = jax.tree.leaves(caches)
     assert memory.alias_size_in_bytes >= sum(map(size_of, arrays))
     kv = [size_of(c.k) for c in caches if isinstance(c, KVCache)]
-    assert memory.temp_size_in_bytes < 0.7 * min(kv), f"{memory.temp_size_in_bytes} beside caches of {kv}"
+    assert memory.temp_size_in_bytes < 0.3 * min(kv), f"{memory.temp_size_in_bytes} beside caches of {kv}"
 
 
 def check_stays_on_the_device(compiled):
@@ -123,9 +123,13 @@ def test_prefill_copies_no_cache():
     target = runs.target(0, wide(HYBRID))
     drafter = tiny_drafter(1, wide(DRAFTER))
     state = abstract_state(target, drafter, 2, TREE)
-    ids, last = jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 48))
-    lowered = loop.prefill_chunk.lower(target, drafter, state, last, ids, jnp.array([3, 4]), jnp.int32(0))
-    check_in_place(lowered.compile(), caches_of(state))
+    ids, last, lengths, begin = jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 48)), jnp.array([3, 4]), jnp.int32(0)
+    read = loop.read_chunk.lower(target, drafter, state, last, ids, lengths, begin)
+    kv = [c for c in caches_of(state) if isinstance(c, KVCache)]
+    assert read.compile().memory_analysis().temp_size_in_bytes < 0.3 * size_of(kv[0].k)
+    _, made, features = jax.eval_shape(loop.read_chunk, target, drafter, state, last, ids, lengths, begin)
+    write = loop.write_chunk.lower(target, drafter, state, made, features, lengths, begin)
+    check_in_place(write.compile(), kv)
 
 
 def test_a_donated_state_is_gone():
@@ -145,7 +149,9 @@ def test_a_donated_state_is_gone():
 def test_reports_grow_and_end_complete(rounds_per_dispatch):
     """However many rounds a dispatch has; the last report is the whole output."""
     target, drafter = runs.target(), runs.drafter()
-    state = runs.begin(target, drafter, runs.prompts(2, (4, 9, 2)), runs.sampling(3, 1.0, seed=(1, 2, 3)), limits=(20, 3, 31))
+    state = runs.begin(
+        target, drafter, runs.prompts(2, (4, 9, 2)), runs.sampling(3, 1.0, seed=(1, 2, 3)), limits=(20, 3, 31)
+    )
     complete = runs.finish(target, drafter, runs.copy(state), TREE)
     reports = list(decode(target, drafter, state, TREE, rounds_per_dispatch))
     assert runs.outputs(reports[-1]) == runs.outputs(complete)

@@ -46,8 +46,9 @@ def arrays(directory):
 def cut_slots(budget: int, start: int) -> int:
     """How many slots the authors' loop leaves a block that begins `start` tokens into the output.
 
-    Their buffer ends 1 + budget tokens behind the text and a block ends with it. The last seven slots are read as drafts,
-    so in a shorter block the root's own slot is one of them. That happens to budgets under 6 in the last few rounds.
+    Their buffer ends 1 + budget tokens behind the text and a block ends with it. The last seven slots are read as
+    drafts, so in a shorter block the root's own slot is one of them. That happens to budgets under 6 in the
+    last few rounds.
     """
     return min(BLOCK, NEW + 1 + budget - start)
 

@@ -155,7 +155,9 @@ def random_logits(seed, rows=ROWS):
 def test_rows_at_temperature_zero_are_greedy_among_others():
     logits = random_logits(0)
     temperature = np.array([0, 1, 0, 2, 0, 0.5, 0, 5])
-    chosen = np.stack([jitted_pick(logits, runs.sampling(ROWS, temperature, seed=s), position(ROWS)) for s in range(20)])
+    chosen = np.stack(
+        [jitted_pick(logits, runs.sampling(ROWS, temperature, seed=s), position(ROWS)) for s in range(20)]
+    )
     best = np.argmax(logits, axis=1)
     differs = (chosen != best).any(axis=0)
     assert differs.tolist() == (temperature > 0).tolist()
