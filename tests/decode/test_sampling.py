@@ -111,8 +111,8 @@ def test_filters_by_eye(settings, kept):
 def test_forbidden_tokens_stay_forbidden():
     """A token of logit -inf, whether the filters would have room for it or not."""
     logits = jnp.tile(jnp.array([[0.0, -INF, 1.0, -INF]]), (50, 1))
-    for settings in (dict(top_k=3, top_p=0.999), dict()):
-        chosen = pick(logits, runs.sampling(50, 1.0, **settings, seed=range(50)), position(50))
+    for filters in (dict(top_k=3, top_p=0.999), dict()):
+        chosen = pick(logits, runs.sampling(50, 1.0, **filters, seed=range(50)), position(50))
         assert set(chosen.tolist()) == {0, 2}
 
 
