@@ -8,7 +8,6 @@ import math
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from hf_directory import SMALL_DRAFTER, SMALL_TARGET, VOCAB, byte_tokenizer, random_network
 
@@ -219,20 +218,8 @@ def test_a_stop_inside_an_accepted_path_ends_the_text():
     assert result.acceptance_lengths == whole.acceptance_lengths[: result.rounds]
     assert sum(result.acceptance_lengths) > place
     assert other.completion_tokens == 24 or other.finish_reason == "stop"
-    pieces = [
-        p
-        for p in stream(
-            model(),
-            PROMPTS and None,
-            PROMPTS,
-            **SAMPLED,
-            seed=seed,
-            tree_budget=BUDGET,
-            max_new_tokens=24,
-            stop_ids=[output[place]],
-        )
-        if p.index == 0
-    ]
+    options = dict(tree_budget=BUDGET, max_new_tokens=24, stop_ids=[output[place]])
+    pieces = [p for p in stream(model(), prompt_ids=PROMPTS, **SAMPLED, **options, seed=seed) if p.index == 0]
     assert sum((p.token_ids for p in pieces), []) == output[: place + 1]
 
 
@@ -383,7 +370,7 @@ def test_an_empty_text_is_an_empty_prompt():
 
 def test_one_value_or_one_a_row():
     assert per_row(3, 2, "x") == [3, 3]
-    assert per_row([3, 4], 2, "x") == per_row(np.array([3, 4]), 2, "x") == [3, 4]
+    assert per_row([3, 4], 2, "x") == [3, 4]
 
 
 def test_the_defaults_are_fine():

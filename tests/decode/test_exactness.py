@@ -1,4 +1,4 @@
-"""Speculation never changes the text: tree, chain and plain decoding give the same tokens (cases.md B6-B8, C1-C5, D5).
+"""Speculation never changes the text: tree, chain and plain decoding give the same tokens (cases.md B, C, D5).
 
 Random pairs rarely agree at temperature 0. At a high temperature the noise decides for both, so coupled drafts are
 accepted to every depth; that is why most runs here mix temperatures from 0 to 3.

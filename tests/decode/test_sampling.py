@@ -83,7 +83,7 @@ def test_filters_equal_their_definition(case):
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept"),
+    ("filters", "kept"),
     [
         (dict(), [0, 1, 2, 3, 4]),
         (dict(top_k=1), [1]),
@@ -101,10 +101,10 @@ def test_filters_equal_their_definition(case):
         (dict(top_k=2, top_p=0.49), [1]),  # 0.4 of 0.8
     ],
 )
-def test_filters_by_eye(settings, kept):
+def test_filters_by_eye(filters, kept):
     """Probabilities 0.2, 0.4, 0.15, 0.05, 0.2."""
     logits = np.log(np.array([[0.2, 0.4, 0.15, 0.05, 0.2]], np.float32))
-    got = allowed(jnp.asarray(logits), runs.sampling(1, 1.0, **settings))
+    got = allowed(jnp.asarray(logits), runs.sampling(1, 1.0, **filters))
     assert np.flatnonzero(got[0]).tolist() == kept
 
 
@@ -253,14 +253,14 @@ def check_chi_square(counts, probability):
 
 
 @pytest.mark.parametrize(
-    "settings", [dict(temperature=1.0), dict(temperature=0.7, top_k=6), dict(temperature=2.0, top_p=0.8, min_p=0.05)]
+    "chosen", [dict(temperature=1.0), dict(temperature=0.7, top_k=6), dict(temperature=2.0, top_p=0.8, min_p=0.05)]
 )
-def test_picks_follow_the_filtered_distribution(settings):
+def test_picks_follow_the_filtered_distribution(chosen):
     """20,000 seeds."""
     logits = random_logits(5, 1) / 2
-    scaled = np.asarray(logits[0], np.float64) / settings["temperature"]
-    keep, _ = plain_allowed(scaled, settings.get("top_k", 0), settings.get("top_p", 1.0), settings.get("min_p", 0.0))
-    sampling = runs.sampling(1, **settings)
+    scaled = np.asarray(logits[0], np.float64) / chosen["temperature"]
+    keep, _ = plain_allowed(scaled, chosen.get("top_k", 0), chosen.get("top_p", 1.0), chosen.get("min_p", 0.0))
+    sampling = runs.sampling(1, **chosen)
     keys = jax.random.split(jax.random.key(6), 20_000)
     draw = jax.jit(jax.vmap(lambda key: pick(logits, dataclasses.replace(sampling, key=key[None]), position(1))[0]))
     counts = np.bincount(draw(keys), minlength=VOCAB)
