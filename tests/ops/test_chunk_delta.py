@@ -29,7 +29,7 @@ def check(rows, implementation, atol=ATOL):
 
 # Every length once in the chunked form; the token-by-token form has no borders.
 @pytest.mark.parametrize("tokens", [1, 2, 5, 63, 64, 65, 67, 127, 128, 129, 130])
-def test_every_length_in_chunks(tokens):
+def test_every_length_in_chunks(tokens):  # cases.md B1
     check(delta_rows(np.random.default_rng(tokens), 2, tokens, 1, 3, 7, 5), "xla")
 
 
