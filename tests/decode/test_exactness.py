@@ -137,7 +137,7 @@ def test_tree_rounds_and_plain_rounds_alternate(seed):
     for row, tokens in enumerate(text):  # plain rounds keep the drafter's context too
         got, expected = (runs.kept_slots(s.draft_caches, row, len(tokens) - 1) for s in (state, again))
         for a, b in zip(got, expected, strict=True):
-            np.testing.assert_allclose(a, b, atol=2e-5)
+            np.testing.assert_allclose(a, b, atol=2e-4)  # decoding against prefill, reference_models.md 3.4
 
 
 def test_prompts_of_every_length_around_a_verify_step():
