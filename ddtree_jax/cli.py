@@ -170,6 +170,8 @@ def check(arguments: argparse.Namespace, prompts: int) -> None:
 
     if arguments.drafter and not arguments.target:
         raise InputError("--drafter needs --target; without both, the demo pair is used")
+    if arguments.prompt == "" or prompts == 0:
+        raise InputError("prompt 0 is empty; give at least one token")
     if arguments.chat and (arguments.json or arguments.debug_round):
         raise InputError("--chat streams its answers; --json and --debug-round take --prompt or --prompt-ids")
     if arguments.stream and prompts != 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddtree_jax.decode.loop import prefill, trace_round
+from ddtree_jax.errors import InputError
 from ddtree_jax.generation import Options, make_request, read_prompts
 from ddtree_jax.loading import Model
 from ddtree_jax.tree import DraftTree, Walk
@@ -22,9 +23,10 @@ def describe_round(
     """
     ids = read_prompts(model, prompts, prompt_ids)
     request = make_request(model, ids, Options(**options))
-    drafter = model.drafter if request.config.budget else None
-    state, _ = prefill(model.target, drafter, request)
-    _, trace = trace_round(model.target, drafter, state, request.config)
+    if not request.config.budget:
+        raise InputError("nothing is drafted with these settings; choose a drafter, and a method with a budget above 0")
+    state, _ = prefill(model.target, model.drafter, request)
+    _, trace = trace_round(model.target, model.drafter, state, request.config)
     rows = [_describe_row(model, host_row(trace.tree, row), host_row(trace.walk, row)) for row in range(len(ids))]
     return "\n\n".join(rows)
 

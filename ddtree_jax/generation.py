@@ -280,7 +280,7 @@ def make_sampling(options: Options, rows: int) -> Sampling:
     )
 
 
-def per_row(value: int | Sequence[int], rows: int, name: str) -> list[int]:
+def per_row(value: int | Sequence[int] | np.ndarray, rows: int, name: str) -> list[int]:
     """One value a row, from one for all or from a list."""
     values = list(value) if isinstance(value, Sequence | np.ndarray) else [value] * rows
     if len(values) != rows:

@@ -48,7 +48,9 @@ def load(target: str | Path | None = None, drafter: str | Path | None = None, dt
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if target is None:
-        target, drafter = demo_directory("target"), drafter or demo_directory("drafter")
+        if drafter is not None:
+            raise InputError("a drafter needs its target; without both, the demo pair is loaded")
+        target, drafter = demo_directory("target"), demo_directory("drafter")
     checkpoint = open_directory(target)
     spec = NetworkSpec(Target, TargetConfig.from_hf(checkpoint.config), jnp.dtype(dtype))
     draft = None if drafter is None else _open_drafter(drafter, spec)

@@ -371,6 +371,7 @@ def test_an_empty_text_is_an_empty_prompt():
 def test_one_value_or_one_a_row():
     assert per_row(3, 2, "x") == [3, 3]
     assert per_row([3, 4], 2, "x") == [3, 4]
+    assert per_row(np.array([3, 4]), 2, "x") == [3, 4]
 
 
 def test_the_defaults_are_fine():
