@@ -8,6 +8,7 @@ import math
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from hf_directory import SMALL_DRAFTER, SMALL_TARGET, VOCAB, byte_tokenizer, random_network
 
