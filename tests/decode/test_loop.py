@@ -245,7 +245,7 @@ def check_same_state(one, other, lengths):
     for row, length in enumerate(lengths):
         for a, b in ((one.caches, other.caches), (one.draft_caches, other.draft_caches)):
             for x, y in zip(runs.kept_slots(a, row, length), runs.kept_slots(b, row, length), strict=True):
-                np.testing.assert_allclose(x, y, atol=5e-5)
+                np.testing.assert_allclose(x, y, atol=2e-4)  # two float32 programs on a hybrid: reference_models.md 3.4
 
 
 @pytest.mark.slow
