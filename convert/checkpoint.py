@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Checkpoint(Directory):
         """Kind and tensor of what keeps FP8 weights from being read."""
         return fp8.problems(self._entries(), self._block)
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         """All tensor names but those of scales, which belong to their tensors."""
         return [name for name in self._files if name not in self._hidden]
 

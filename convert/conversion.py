@@ -75,9 +75,15 @@ def make_job(source: str | Path, destination: str | Path, dtype: str) -> Job:
     Raises InputError for what cannot be opened; tensors that do not fit are in `plan.problems`.
     """
     checkpoint = Checkpoint(source)
-    kind, config = (Drafter, DrafterConfig) if is_drafter(checkpoint.config) else (Target, TargetConfig)
-    spec = NetworkSpec(kind, config.from_hf(checkpoint.config), jnp.dtype(dtype))
+    spec = network_spec(checkpoint, jnp.dtype(dtype))
     return Job(plan(checkpoint, spec), Path(os.path.abspath(destination)), dtype)
+
+
+def network_spec(checkpoint: Checkpoint, dtype: jnp.dtype) -> NetworkSpec:
+    """What network a checkpoint holds: a drafter or a target."""
+    if is_drafter(checkpoint.config):
+        return NetworkSpec(Drafter, DrafterConfig.from_hf(checkpoint.config, checkpoint.names()), dtype)
+    return NetworkSpec(Target, TargetConfig.from_hf(checkpoint.config), dtype)
 
 
 def convert(job: Job, verify: bool = False, on_progress: OnProgress = lambda what, count: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ class Converted(Directory):
         self.weights = self.file(WEIGHTS)
         if not self.weights.is_dir():
             raise InputError(f"{self.directory} has lost its {WEIGHTS}; convert the checkpoint again")
+
+    def names(self) -> Collection[str]:
+        """All parameter names."""
+        return self.parameters.keys()
 
     def _parameters(self, found: Any) -> dict[str, dict[str, Any]]:
         try:

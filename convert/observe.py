@@ -92,7 +92,7 @@ def _draft(
         layer.input_layernorm = _noting_input(f"layer_out_{i:02d}", layer.input_layernorm, made)
     module.norm = _noting_input(f"layer_out_{len(module.layers) - 1:02d}", module.norm, made)
     hidden = module.draft(noise, caches, size)
-    return made | {"draft_hidden": hidden, "logits": head.logits(hidden[:, 1:])}
+    return made | {"draft_hidden": hidden, "logits": module.logits(hidden[:, 1:], head)}
 
 
 def _noting_input(name: str, call: Callable[..., Any], made: dict[str, jax.Array]) -> Callable[..., Any]:

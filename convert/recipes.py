@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from jaxtyping import Int
 
 from ddtree_jax.config import DeltaConfig, DrafterConfig, TargetConfig
 
@@ -48,7 +49,14 @@ def recipe(name: str, shape: Shape, config: TargetConfig | DrafterConfig, stored
     if experts := re.fullmatch(r"(.*\.experts\.)(gate_up_proj|down_proj)", name):
         if name not in stored:
             return _stacked_experts(experts[1], experts[2], shape)
+    if name == "draft_ids":
+        return Recipe({"d2t": shape}, vocabulary_map)
     return Recipe({name: shape})
+
+
+def vocabulary_map(offsets: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """Token ids of a reduced draft vocabulary, from what has to be added to each of its indices (spec 5.6)."""
+    return np.arange(len(offsets)) + offsets
 
 
 def _stacked_experts(prefix: str, kind: str, shape: Shape) -> Recipe:

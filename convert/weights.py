@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,13 @@ from flax import nnx
 
 from convert import fp8
 from convert.checkpoint import Checkpoint, summary
-from convert.recipes import Recipe, Shape, recipe
+from convert.recipes import Recipe, Shape, recipe, vocabulary_map
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.network import Network, NetworkSpec
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # first match wins
-SKIPPED = ("mtp.", "model.visual.", "visual.")  # families that text decoding does not need
+# Families that text decoding does not need; t2d says again which tokens d2t maps to.
+SKIPPED = ("mtp.", "model.visual.", "visual.", "t2d")
 LOG = logging.getLogger(__name__)
 
 Problems = dict[str, list[str]]  # kind -> what is wrong
@@ -84,13 +86,19 @@ def load_network(checkpoint: Checkpoint, spec: NetworkSpec) -> Network:
 def plan(checkpoint: Checkpoint, spec: NetworkSpec) -> Plan:
     """Decide what is read for every parameter of a module; reads headers only (and a tied head)."""
     wanted = parameters(spec)
-    sources, problems = _sources(checkpoint, tied="lm_head.weight" not in wanted)
+    tied = "embed_tokens.weight" in wanted and "lm_head.weight" not in wanted
+    sources, problems = _sources(checkpoint, tied)
     made = [
         Parameter(name, leaf.shape, np.dtype(leaf.dtype), recipe(name, leaf.shape, spec.config, sources))
         for name, leaf in wanted.items()
     ]
     needed = {tensor: shape for one in made for tensor, shape in one.recipe.tensors.items()}
-    found = [*problems, *_mismatches(checkpoint, needed, sources)]
+    whole = {name for one in made if one.dtype == np.int32 for name in one.recipe.tensors}
+    found = [
+        *problems,
+        *_mismatches(checkpoint, needed, sources, whole),
+        *_vocabulary_problems(checkpoint, spec.config),
+    ]
     return Plan(checkpoint, spec, tuple(made), sources, grouped(found))
 
 
@@ -125,18 +133,30 @@ def mismatches(shapes: Mapping[str, Shape], found: Mapping[str, Shape]) -> Itera
 
 
 def _mismatches(
-    checkpoint: Checkpoint, shapes: Mapping[str, Shape], sources: Mapping[str, str]
+    checkpoint: Checkpoint, shapes: Mapping[str, Shape], sources: Mapping[str, str], whole: Collection[str]
 ) -> Iterable[tuple[str, str]]:
-    """Everything that keeps the tensors from being those that are needed."""
+    """Everything that keeps the tensors from being those that are needed; those in `whole` hold whole numbers."""
     quantisation = [(kind, what) for kind, what in checkpoint.problems() if not what.startswith(SKIPPED)]
     lone = {what for kind, what in quantisation if kind == fp8.LONE_SCALE}
     found = {name: checkpoint.shape(tensor) for name, tensor in sources.items() if tensor not in lone}
     yield from mismatches(shapes, found)
     for name in shapes.keys() & sources.keys():
-        kind = checkpoint.dtype(sources[name])
-        if not jnp.issubdtype(kind, jnp.floating):
-            yield "not floating point", f"{name} is {kind}"
+        kind, wanted = checkpoint.dtype(sources[name]), jnp.integer if name in whole else jnp.floating
+        if not jnp.issubdtype(kind, wanted):
+            yield "not whole numbers" if name in whole else "not floating point", f"{name} is {kind}"
     yield from sorted(quantisation)
+
+
+def _vocabulary_problems(checkpoint: Checkpoint, config: Any) -> Iterable[tuple[str, str]]:
+    """What is wrong with the map of a reduced draft vocabulary, which may be in the file twice: d2t and t2d."""
+    names = checkpoint.names()
+    if "d2t" not in names or not jnp.issubdtype(checkpoint.dtype("d2t"), jnp.integer):
+        return
+    ids = vocabulary_map(checkpoint.read("d2t"))
+    if ids.min() < 0 or ids.max() >= config.vocab_size or len(np.unique(ids)) < len(ids):
+        yield "draft vocabulary", f"d2t does not map one to one into the {config.vocab_size} tokens of the target"
+    elif "t2d" in names and set(np.flatnonzero(checkpoint.read("t2d")).tolist()) != set(ids.tolist()):
+        yield "draft vocabulary", "t2d marks other tokens than d2t maps to"
 
 
 def _sources(checkpoint: Checkpoint, tied: bool) -> tuple[dict[str, str], list[tuple[str, str]]]:

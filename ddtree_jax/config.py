@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from ddtree_jax.errors import InputError
 
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
-DRAFTER = "DFlashDraftModel"
+DFLASH, DFLASH2, SPECULATORS = "DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator"
+DRAFTERS = (DFLASH, DFLASH2, SPECULATORS)
 MISSING = object()
 
 # Keys that change the mathematics, with the only value that is implemented; absent is as good.
@@ -35,6 +37,7 @@ DRAFTER_ONLY = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
     "shift_label": False,
+    "sample_from_anchor": False,
 }
 
 
@@ -217,19 +220,52 @@ class TargetConfig:
         return cls(**result)
 
 
+class BlockRule(Enum):
+    """What a slot of a drafter's block sees of the block."""
+
+    BIDIRECTIONAL = "bidirectional"
+    CAUSAL = "causal"  # itself and earlier slots
+
+
+class WindowRule(Enum):
+    """Where the window of a drafter's sliding layer begins; the two differ only in contexts longer than the window."""
+
+    QUERY = "query"  # a slot sees W positions, its own the last of them; without causality also W - 1 later ones
+    ANCHOR = "anchor"  # every slot sees the W positions before the block's first, and the block
+
+
+@dataclass(frozen=True)
+class BlockConvConfig:
+    """DFlash2's convolutions over a block: `taps` slots, kernels predicted for groups of `group_size` channels."""
+
+    taps: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class SelectorConfig:
+    """DFlash2's candidate selector: scores of rank `rank` for pairs among the `top_k` best tokens of two slots."""
+
+    rank: int
+    top_k: int
+
+
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A DFlash drafter: Qwen3 layers over a block of masks, reading `target_layer_ids` of the target.
+    """A DFlash or DFlash2 drafter: Qwen3 layers over a block of masks, reading `target_layer_ids` of the target.
 
-    `causal[i]`: inside the block, layer i lets a slot see only earlier slots. `windows[i]`: how many positions, its own
-    included, layer i looks back, or None for all. `block_size` counts the root's slot, so the draft horizon is
-    `block_size - 1`.
+    rules, windows: one a layer; a window is how many positions a sliding layer looks back (counted as `window_rule`
+      says), None for all.
+    block_size: counts the root's slot, so the draft horizon is `block_size - 1`.
+    conv, selector: what DFlash2 adds, else None.
+    own_embedding, own_head: whether the drafter brings them; else it uses the target's.
+    draft_vocab_size: tokens of its own head where it covers only some of the vocabulary (and brings a map), else None.
     """
 
     hidden_size: int
     intermediate_size: int
     attention: AttentionConfig
-    causal: tuple[bool, ...]
+    rules: tuple[BlockRule, ...]
     windows: tuple[int | None, ...]
     norm_eps: float
     block_size: int
@@ -237,6 +273,16 @@ class DrafterConfig:
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
     vocab_size: int
+    draft_vocab_size: int | None = None
+    window_rule: WindowRule = WindowRule.QUERY
+    conv: BlockConvConfig | None = None
+    selector: SelectorConfig | None = None
+    own_embedding: bool = False
+    own_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size is not None and not self.own_head:
+            raise InputError(f"a draft vocabulary of {self.draft_vocab_size} tokens needs a head of its own (lm_head)")
 
     @property
     def num_layers(self) -> int:
@@ -249,34 +295,47 @@ class DrafterConfig:
         return self.block_size - 1
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DrafterConfig:
-        """Read a drafter's `config.json`: the legacy schema (flat keys) or that since June 2026 (in `dflash_config`).
+    def from_hf(cls, config: Mapping[str, Any], tensors: Collection[str] = ()) -> DrafterConfig:
+        """Read a drafter's `config.json`: the legacy schema (flat keys), that since June 2026 (in `dflash_config`), or
+        that of speculators.
 
+        tensors: the checkpoint's tensor names. Only they tell whether a speculators drafter brings its own embedding
+          and head.
         Raises InputError with every problem found. A missing mask token is an error: guessing it would only cost
         acceptance.
         """
         if not is_drafter(config):
-            raise InputError(f"not a DFlash drafter: architectures is {config.get('architectures')}, not [{DRAFTER!r}]")
+            found = config.get("architectures")
+            raise InputError(f"not a DFlash drafter: architectures is {found}, not one of {', '.join(DRAFTERS)}")
         name = "drafter config.json"
-        reader = _Reader({**config, **_Reader(config, name).mapping("dflash_config")}, name)
+        speculators = _is_speculators(config)
+        inner = "transformer_layer_config" if speculators else "dflash_config"
+        settings = {**config, **_Reader(config, name).mapping(inner)}
+        reader = _Reader(settings | _speculators_settings(config) if speculators else settings, name)
         for key, value in DRAFTER_ONLY.items():
             reader.expect(key, value)
         reader.check_quantisation(config)
-        causal, windows = _drafter_masks(reader, reader.size("num_hidden_layers"))
+        rules, windows = _drafter_masks(reader, reader.size("num_hidden_layers"))
+        vocab, dflash2 = reader.size("vocab_size"), DFLASH2 in _architectures(config)
         result: dict[str, Any] = dict(
             hidden_size=reader.size("hidden_size"),
             intermediate_size=reader.size("intermediate_size"),
             attention=_attention(reader, gated=False, partial=1.0, qk_norm=True),
-            causal=causal,
+            rules=rules,
             windows=windows,
             norm_eps=reader.positive("rms_norm_eps", 1e-6),
-            block_size=reader.size("block_size", 16, least=2),  # the root and one mask
+            block_size=reader.size("block_size", 8 if speculators else 16, least=2),  # the root and one mask
             mask_token_id=reader.get("mask_token_id", kind=int),
             target_layer_ids=_tap_ids(reader),
             num_target_layers=reader.get("num_target_layers", None, kind=int),
-            vocab_size=reader.size("vocab_size"),
+            vocab_size=vocab,
+            draft_vocab_size=_draft_vocabulary(reader, vocab, speculators),
+            window_rule=WindowRule.ANCHOR if speculators else WindowRule.QUERY,
+            conv=_block_conv(reader) if dflash2 else None,
+            selector=_selector(reader) if dflash2 else None,
+            own_embedding=speculators and "embed_tokens.weight" in tensors,
+            own_head=speculators and "lm_head.weight" in tensors,
         )
-        reader.expect("draft_vocab_size", result["vocab_size"])
         reader.finish()
         return cls(**result)
 
@@ -374,8 +433,20 @@ class _Reader:
 
 
 def is_drafter(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a DFlash drafter."""
-    return DRAFTER in _architectures(config)
+    """Whether a config.json is that of a DFlash or DFlash2 drafter."""
+    return any(name in DRAFTERS for name in _architectures(config))
+
+
+def _is_speculators(config: Mapping[str, Any]) -> bool:
+    """Whether a drafter's config.json is in the speculators format; its architecture may be called like the others."""
+    return "speculators_model_type" in config or SPECULATORS in _architectures(config)
+
+
+def _speculators_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the speculators format says otherwise: taps count from the embedding, and a flag lifts causality."""
+    taps, lifted = config.get("aux_hidden_state_layer_ids"), config.get("sliding_window_non_causal")
+    ids = [i - 1 if type(i) is int else i for i in taps] if isinstance(taps, list) else taps
+    return {"target_layer_ids": ids, "is_causal": False if lifted else None}
 
 
 def _architectures(config: Mapping[str, Any]) -> Sequence[str]:
@@ -506,7 +577,7 @@ def _delta(reader: _Reader) -> DeltaConfig:
     return delta
 
 
-def _drafter_masks(reader: _Reader, num_layers: int) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
+def _drafter_masks(reader: _Reader, num_layers: int) -> tuple[tuple[BlockRule, ...], tuple[int | None, ...]]:
     """Causal rule and window of every layer (reference_models.md 5.1): sliding layers are causal unless `is_causal`
     says otherwise.
     """
@@ -517,8 +588,31 @@ def _drafter_masks(reader: _Reader, num_layers: int) -> tuple[tuple[bool, ...], 
     sliding = [kind == SLIDING for kind in types]
     window = reader.size("sliding_window") if any(sliding) else None
     is_causal = reader.get("is_causal", None, kind=bool)
-    causal = tuple(slides if is_causal is None else is_causal for slides in sliding)
-    return causal, tuple(window if slides else None for slides in sliding)
+    causal = [slides if is_causal is None else is_causal for slides in sliding]
+    rules = tuple(BlockRule.CAUSAL if c else BlockRule.BIDIRECTIONAL for c in causal)
+    return rules, tuple(window if slides else None for slides in sliding)
+
+
+def _draft_vocabulary(reader: _Reader, vocab: int, speculators: bool) -> int | None:
+    """The size of a reduced draft vocabulary, which only the speculators format has; None for the whole one."""
+    if not speculators:
+        reader.expect("draft_vocab_size", vocab)
+        return None
+    size = reader.size("draft_vocab_size", vocab)
+    if size > vocab:
+        reader.problems.append(f"draft_vocab_size = {size} is above vocab_size = {vocab}")
+    return size if size < vocab else None
+
+
+def _block_conv(reader: _Reader) -> BlockConvConfig:
+    conv = BlockConvConfig(reader.size("conv_kernel_size"), reader.size("conv_group_size"))
+    if reader.size("hidden_size") % conv.group_size:
+        reader.problems.append(f"hidden_size is not a multiple of conv_group_size = {conv.group_size}")
+    return conv
+
+
+def _selector(reader: _Reader) -> SelectorConfig:
+    return SelectorConfig(reader.size("selector_rank"), reader.size("selector_top_k"))
 
 
 def _tap_ids(reader: _Reader) -> tuple[int, ...]:

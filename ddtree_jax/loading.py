@@ -71,7 +71,7 @@ def demo_directory(part: str) -> Path:
 def _open_drafter(directory: str | Path, target: NetworkSpec) -> tuple[Source, NetworkSpec]:
     """A drafter's checkpoint, checked against its target."""
     checkpoint = open_directory(directory)
-    config = DrafterConfig.from_hf(checkpoint.config)
+    config = DrafterConfig.from_hf(checkpoint.config, checkpoint.names())
     config.check_against(target.config)
     return checkpoint, NetworkSpec(Drafter, config, target.dtype)
 

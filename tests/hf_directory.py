@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 from tiny import DRAFTER, HYBRID
 
-from ddtree_jax.config import FULL, LINEAR, SLIDING, AttentionConfig, DrafterConfig, TargetConfig
+from ddtree_jax.config import FULL, LINEAR, SLIDING, AttentionConfig, BlockRule, DrafterConfig, TargetConfig
 from ddtree_jax.models import Drafter, Target
 from ddtree_jax.models.network import Network, NetworkSpec
 
@@ -35,7 +35,7 @@ SMALL_TARGET = dataclasses.replace(HYBRID, vocab_size=VOCAB, layer_types=(LINEAR
 SMALL_DRAFTER = dataclasses.replace(
     DRAFTER,
     vocab_size=VOCAB,
-    causal=(False,),
+    rules=(BlockRule.BIDIRECTIONAL,),
     windows=(None,),
     block_size=4,
     mask_token_id=VOCAB - 1,
@@ -141,10 +141,10 @@ def target_json(config: TargetConfig) -> dict[str, Any]:
 
 
 def drafter_json(config: DrafterConfig) -> dict[str, Any]:
-    """config.json of a drafter, in the schema since June 2026."""
+    """config.json of a drafter, in the schema since June 2026; DFlash2 where it has convolutions."""
     window = next((w for w in config.windows if w), None)
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if config.conv else "DFlashDraftModel"],
         "model_type": "qwen3",
         "vocab_size": config.vocab_size,
         "intermediate_size": config.intermediate_size,
@@ -158,7 +158,32 @@ def drafter_json(config: DrafterConfig) -> dict[str, Any]:
             "block_size": config.block_size,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
+            **_dflash2_json(config),
         },
+    }
+
+
+def _dflash2_json(config: DrafterConfig) -> dict[str, Any]:
+    conv, selector = config.conv, config.selector
+    kernels = {"conv_kernel_size": conv.taps, "conv_group_size": conv.group_size} if conv else {}
+    return kernels | ({"selector_rank": selector.rank, "selector_top_k": selector.top_k} if selector else {})
+
+
+def speculators_json(config: DrafterConfig) -> dict[str, Any]:
+    """config.json of a drafter in the speculators format."""
+    flat = drafter_json(config)
+    inner = flat.pop("dflash_config")
+    own = ("architectures", "num_target_layers")
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.5.0",
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "block_size": inner["block_size"],
+        "mask_token_id": inner["mask_token_id"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in inner["target_layer_ids"]],
+        "sliding_window_non_causal": config.windows[0] is not None and config.rules[0] is BlockRule.BIDIRECTIONAL,
+        "transformer_layer_config": {key: value for key, value in flat.items() if key not in own},
     }
 
 

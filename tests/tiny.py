@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ddtree_jax.config import FULL, LINEAR, AttentionConfig, DeltaConfig, DrafterConfig, RopeConfig, TargetConfig
+from ddtree_jax.config import (
+    FULL,
+    LINEAR,
+    AttentionConfig,
+    BlockConvConfig,
+    BlockRule,
+    DeltaConfig,
+    DrafterConfig,
+    RopeConfig,
+    SelectorConfig,
+    TargetConfig,
+)
 from ddtree_jax.loading import Model
 from ddtree_jax.models import Drafter, Target
 from ddtree_jax.models.network import Network
@@ -41,7 +52,7 @@ DRAFTER = DrafterConfig(
     hidden_size=48,
     intermediate_size=64,
     attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(1e4, 16), gated=False),
-    causal=(True, False),
+    rules=(BlockRule.CAUSAL, BlockRule.BIDIRECTIONAL),
     windows=(8, None),
     norm_eps=1e-6,
     block_size=6,
@@ -49,6 +60,9 @@ DRAFTER = DrafterConfig(
     target_layer_ids=(0, 1),
     num_target_layers=None,
     vocab_size=13,
+)
+DFLASH2 = dataclasses.replace(
+    DRAFTER, conv=BlockConvConfig(taps=2, group_size=8), selector=SelectorConfig(rank=6, top_k=5)
 )
 SCALE = 10.0  # from the 0.02 of initialisation to 0.2
 

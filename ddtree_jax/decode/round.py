@@ -15,7 +15,7 @@ from ddtree_jax.decode.sampling import Sampling, couple, pick
 from ddtree_jax.decode.state import DecodeState, Progress, RoundConfig
 from ddtree_jax.models import Drafter, Target
 from ddtree_jax.models.blocks import KVCache, Rows, TreeBlock, commit, take_path
-from ddtree_jax.tree import DraftTree, Walk, ancestor_ids, ancestor_mask, expand, walk
+from ddtree_jax.tree import Branches, DraftTree, Walk, ancestor_ids, ancestor_mask, grow, marginal_branches, walk
 
 
 @jax.tree_util.register_dataclass
@@ -55,14 +55,13 @@ def propose(
     if config.budget == 0 or drafter is None:
         return root_tree(state.root), None
     ids = jnp.full((state.root.shape[0], config.horizon + 1), drafter.config.mask_token_id, jnp.int32)
-    noise = target.embed(ids.at[:, 0].set(state.root))
+    noise = drafter.embed(ids.at[:, 0].set(state.root), target)
     left = state.progress.limit - state.progress.produced
     slots = jnp.clip(left + 1, 1, config.horizon + 1) if config.cap_block else None
-    hidden = drafter.draft(noise, state.draft_caches, state.length, slots)
-    logits = target.logits(hidden[:, 1:])
-    scores = couple(logits, state.sampling, state.length) if config.couple else logits
-    tree = expand(
-        scores,
+    hidden = drafter.draft(noise, state.draft_caches, state.length, slots)[:, 1:]
+    logits = drafter.logits(hidden, target)
+    tree = grow(
+        branches(drafter, logits, hidden, state, config),
         state.root,
         budget=config.budget,
         kind=config.tree,
@@ -70,6 +69,22 @@ def propose(
         row_horizon=None if slots is None else slots - 1,
     )
     return tree, logits
+
+
+def branches(
+    drafter: Drafter,
+    logits: Float[Array, "B L V"],
+    hidden: Float[Array, "B L H"],
+    state: DecodeState,
+    config: RoundConfig,
+) -> Branches:
+    """What the tree is grown from: the draft's marginals, or a DFlash2 drafter's scores of neighbouring tokens."""
+    scores = couple(logits, state.sampling, state.length) if config.couple else logits
+    if drafter.config.selector is None:
+        return marginal_branches(scores, 1 if config.tree == "chain" else config.budget)
+    scaled = state.sampling.temperature > 0 if config.couple else False
+    pair_scale = jnp.where(scaled, 1 / jnp.maximum(state.sampling.temperature, 1e-6), 1.0)
+    return drafter.candidate_selector(scores, hidden, state.root, pair_scale)
 
 
 def root_tree(root: Int[Array, " B"]) -> DraftTree:

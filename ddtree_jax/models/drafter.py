@@ -9,15 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from ddtree_jax.config import DrafterConfig
+from ddtree_jax.config import BlockRule, DrafterConfig, WindowRule
 from ddtree_jax.models.attention import Attention
 from ddtree_jax.models.blocks import KVCache, KVRows, write_rows
-from ddtree_jax.models.layers import Linear, RMSNorm, SwiGLU, rope_angles
+from ddtree_jax.models.dflash2 import BlockConv, CandidateSelector
+from ddtree_jax.models.layers import Embedding, Linear, RMSNorm, SwiGLU, linear, rope_angles
+from ddtree_jax.models.target import Target
 
 
 class DrafterLayer(nnx.Module):
     """A Qwen3 layer whose queries come from the block only; its context keys and values come from the target's
-    features.
+    features. In DFlash2, both sublayers stand between convolutions over the block.
     """
 
     def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
@@ -26,17 +28,29 @@ class DrafterLayer(nnx.Module):
         self.self_attn = Attention(config.attention, config.hidden_size, rngs=rngs, **norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
+        self.convolved = config.conv is not None
+        if config.conv is not None:
+            self.attention_conv = BlockConv(config.conv, config.hidden_size, rngs=rngs, dtype=dtype)
+            self.mlp_conv = BlockConv(config.conv, config.hidden_size, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x, angles, cache: KVCache, length, mask, context_start):
-        y, _ = self.self_attn(self.input_layernorm(x), angles, cache, length, mask, context_start)
-        x = x + y
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __call__(self, x, angles, cache: KVCache, length, mask, context_start, slot):
+        def attend(u):
+            return self.self_attn(u, angles, cache, length, mask, context_start)[0]
+
+        x = x + self._between(self.attention_conv if self.convolved else None, attend, self.input_layernorm(x), slot)
+        u = self.post_attention_layernorm(x)
+        return x + self._between(self.mlp_conv if self.convolved else None, self.mlp, u, slot)
+
+    def _between(self, conv: BlockConv | None, sublayer, u, slot):
+        """sublayer(u), where there is one between the two halves of a convolution."""
+        if conv is None:
+            return sublayer(u)
+        before, after = conv.kernels(u)
+        return conv(sublayer(conv(u, before, slot)), after, slot)
 
 
 class Drafter(nnx.Module):
-    """DFlash. It has no embedding, head or vocabulary of its own: embed with the target, and give the result to the
-    target's head.
-    """
+    """DFlash and DFlash2. Embedding and head are the target's, unless the checkpoint brings its own."""
 
     def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
         self.config = config
@@ -47,6 +61,30 @@ class Drafter(nnx.Module):
         self.hidden_norm = RMSNorm(hidden, **norm)
         self.layers = nnx.List([DrafterLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
         self.norm = RMSNorm(hidden, **norm)
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(
+                config.selector, hidden, config.vocab_size, rngs=rngs, dtype=dtype
+            )
+        if config.own_embedding:
+            self.embed_tokens = Embedding(config.vocab_size, hidden, rngs=rngs, dtype=dtype)
+        if config.own_head:
+            self.lm_head = Linear(hidden, config.draft_vocab_size or config.vocab_size, rngs=rngs, dtype=dtype)
+        if config.draft_vocab_size is not None:
+            self.draft_ids = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
+
+    def embed(self, ids: Int[Array, "*batch"], target: Target) -> Float[Array, "*batch H"]:
+        """Embeddings of the block's tokens, from the drafter's own table where it has one."""
+        return self.embed_tokens(ids) if self.config.own_embedding else target.embed(ids)
+
+    def logits(self, hidden: Float[Array, "*batch H"], target: Target) -> Float[Array, "*batch V"]:
+        """float32 logits over the target's vocabulary; -inf for tokens that a reduced draft vocabulary lacks."""
+        if not self.config.own_head:
+            return target.logits(hidden)
+        own = linear(hidden, self.lm_head.weight[...], jnp.float32)
+        if self.config.draft_vocab_size is None:
+            return own
+        whole = jnp.full((*own.shape[:-1], self.config.vocab_size), -jnp.inf, jnp.float32)
+        return whole.at[..., self.draft_ids[...]].set(own)
 
     def context(self, features: Float[Array, "B T features"], position: Int[Array, "B T"]) -> tuple[KVRows, ...]:
         """Context rows of every layer for committed tokens; they never change, so each is computed and written once.
@@ -74,22 +112,28 @@ class Drafter(nnx.Module):
     ) -> Float[Array, "B N H"]:
         """Final hidden states of noise rows that see the context before `length` and each other under `mask`.
 
-        Every layer adds its own causal rule and window to `mask` (reference_models.md 5.1): allowed =
-        (causal ? kp <= qp : true) and (window ? qp - kp < W and (causal or kp - qp < W) : true).
+        length: where each row's block begins; slot i of a block is at position length + i. Every layer adds its own
+        rule and window to `mask` (reference_models.md 5.1): allowed =
+        (causal ? kp <= qp : true) and (window ? qp - kp < W and (causal or kp - qp < W) : true),
+        and with windows that begin at the anchor: kp >= length - W.
         """
         angles = rope_angles(position, self.config.attention.rope, self.dtype)
-        ahead = position[:, None, :] - position[:, :, None]  # key position minus query position
+        start = jnp.broadcast_to(length.reshape(len(length), -1), position.shape)
         x = noise
-        for layer, cache, causal, window in zip(
-            self.layers, caches, self.config.causal, self.config.windows, strict=True
-        ):
-            allowed = mask & (ahead <= 0) if causal else mask
-            start = None
-            if window is not None:
-                allowed = allowed & (jnp.abs(ahead) < window)
-                start = jnp.maximum(position - window + 1, 0)
-            x = layer(x, angles, cache, length, allowed, start)
+        for layer, cache, rule, window in zip(self.layers, caches, self.config.rules, self.config.windows, strict=True):
+            allowed, context_start = self._sight(position, start, mask, rule, window)
+            x = layer(x, angles, cache, length, allowed, context_start, position - start)
         return self.norm(x)
+
+    def _sight(self, position, start, mask, rule: BlockRule, window: int | None):
+        """What a layer's slots see: of the block (a mask), and of the context from where on (None: all)."""
+        ahead = position[:, None, :] - position[:, :, None]  # key position minus query position
+        allowed = mask & (ahead <= 0) if rule is BlockRule.CAUSAL else mask
+        if window is None:
+            return allowed, None
+        if self.config.window_rule is WindowRule.ANCHOR:
+            return allowed, jnp.maximum(start - window, 0)
+        return allowed & (jnp.abs(ahead) < window), jnp.maximum(position - window + 1, 0)
 
     def draft(
         self,

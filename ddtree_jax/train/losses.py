@@ -57,13 +57,13 @@ def draft_logits(drafter: Drafter, target: Target, batch: DraftBatch) -> Float[A
     size, (B, A) = drafter.config.block_size, batch.anchors.shape
     first = jnp.take_along_axis(batch.ids, batch.anchors, axis=1)[..., None]
     masks = jnp.full((B, A, size - 1), drafter.config.mask_token_id, jnp.int32)
-    noise = jax.lax.stop_gradient(target.embed(jnp.concatenate([first, masks], axis=-1).reshape(B, A * size)))
+    noise = jax.lax.stop_gradient(drafter.embed(jnp.concatenate([first, masks], axis=-1).reshape(B, A * size), target))
     position = (batch.anchors[..., None] + jnp.arange(size)).reshape(B, A * size)
     block = jnp.arange(A * size) // size
     mask = jnp.broadcast_to(block[:, None] == block, (B, A * size, A * size))
     length = jnp.repeat(batch.anchors, size, axis=1)
     hidden = drafter.attend(noise, draft_context(drafter, batch.features), position, length, mask)
-    return target.logits(hidden.reshape(B, A, size, -1)[:, :, 1:])
+    return drafter.logits(hidden.reshape(B, A, size, -1)[:, :, 1:], target)
 
 
 def draft_context(drafter: Drafter, features: Float[Array, "B T features"]) -> tuple[KVCache, ...]:

@@ -1,8 +1,8 @@
-"""From the drafter's marginals to the draft tree: the best prefixes of their product, on the device, static shapes.
+"""From the drafter's scores to the draft tree: its most probable prefixes, on the device, static shapes.
 
-The reference pops nodes from a heap. Here the same tree is built depth by depth (algorithm.md section 12): the best
-nodes of a depth come from a staircase of (parent's place, token's rank) pairs, and one merge over all depths keeps the
-best of them.
+The scores are marginals, one list of tokens a position, or depend on the token before (`Branches`). The reference pops
+nodes from a heap. Here the same tree is built depth by depth (algorithm.md section 12): the best nodes of a depth come
+from (parent's place, token's rank) pairs, and one merge over all depths keeps the best of them.
 
 The order is by score, ties by rank path, a prefix before its extension. Nothing is sorted by several keys for it:
 candidates are scattered to the place that their rank path has in lexicographic order, so a stable top-k settles ties by
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ddtree_jax.ops.top_k import top_k as top_tokens
 from ddtree_jax.tree.topology import DraftTree
@@ -24,13 +24,32 @@ from ddtree_jax.tree.topology import DraftTree
 KINDS = ("best-first", "spine", "chain", "star")
 
 
+class Branches(NamedTuple):
+    """What may follow what: at every position, after every token that can stand before it, R tokens, best first.
+
+    Tokens that stand at the same position are told apart by their group, and `group` says into which one a token leads
+    at the next position. Depth 1 has one group in use, number 0: what follows the root. Marginals are the case of a
+    single group (G = 1).
+
+    Attributes:
+        logp: fp32 log-probability given the token before, descending in the last axis; -inf where nothing may follow.
+        token: int32 vocabulary ids; those that follow the same token are different.
+        group: int32, in 0..G-1.
+    """
+
+    logp: Float[Array, "*B L G R"]
+    token: Int[Array, "*B L G R"]
+    group: Int[Array, "*B L G R"]
+
+
 class Level(NamedTuple):
     """The W best nodes of one depth, best first. "Place" is the index in this order.
 
-    Place 0 is the node of the top-1 chain: nothing of its depth has a better score, and its rank path comes first.
+    Of a spine, place 0 is the node of the top-1 chain as long as that lasts, whatever else is better.
 
     Attributes:
         score: fp32 log-probability of the path; -inf for places that hold no node.
+        group: int32, which of the next position's lists of tokens follows the node.
         lex: int32 permutation, each node's number in the lexicographic order of the rank paths of this depth.
         offset: int32, the node's preorder number (from 0, depth 0 left out) less the sizes of the subtrees that begin
             before it at this depth.
@@ -39,6 +58,7 @@ class Level(NamedTuple):
     """
 
     score: Float[Array, " W"]
+    group: Int[Array, " W"]
     lex: Int[Array, " W"]
     offset: Int[Array, " W"]
     parent: Int[Array, " W"]
@@ -86,16 +106,44 @@ def expand(
         ValueError: unknown kind, negative budget or top_k.
     """
     _check(kind, budget, top_k)
+    branches = marginal_branches(logits, 1 if kind == "chain" else top_k or budget)
+    return grow(branches, root, budget=budget, kind=kind, row_budget=row_budget, row_horizon=row_horizon)
+
+
+def marginal_branches(logits: Float[Array, "B L V"], ranks: int) -> Branches:
+    """The `ranks` best tokens of every position (at most V), whatever stands before: one group."""
+    logp, token = (x[:, :, None] for x in marginals(logits, min(ranks, logits.shape[2])))
+    return Branches(logp, token, jnp.zeros_like(token))
+
+
+def grow(
+    branches: Branches,
+    root: Int[Array, " B"],
+    *,
+    budget: int,
+    kind: str = "best-first",
+    row_budget: Int[Array, " B"] | None = None,
+    row_horizon: Int[Array, " B"] | None = None,
+) -> DraftTree:
+    """Like `expand`, from scores that may depend on the token before: the tree of the most probable prefixes.
+
+    Exact for any such scores: log-probabilities are at most 0, so a node among the `budget` best has all its ancestors
+    among them. The top-1 chain takes the best token after the one it took; with dependent scores, unlike with
+    marginals, it need not be the most probable path.
+    """
+    _check(kind, budget)
     if kind == "star":
-        logits = logits[:, :1]
-    ranks = 1 if kind == "chain" else min(top_k or budget, logits.shape[2])
-    size = min(budget, _possible_nodes(logits.shape[1], ranks))
+        branches = Branches(*(x[:, :1] for x in branches))
+    if kind == "chain":
+        branches = Branches(*(x[..., :1] for x in branches))
+    logp, token, group = branches
+    size = min(budget, _possible_nodes(logp.shape[1], logp.shape[3]))
     if size == 0:
         return _assemble(root, _no_nodes(root.shape[0], budget), row_budget)
-    logp, token = marginals(logits, ranks)
     if row_horizon is not None:
-        logp = jnp.where(jnp.arange(logp.shape[1])[:, None] < row_horizon[:, None, None], logp, -jnp.inf)
-    nodes = jax.vmap(partial(_best_nodes, size, kind == "spine"))(logp, token)
+        reach = jnp.arange(logp.shape[1]) < row_horizon[:, None]
+        logp = jnp.where(reach[:, :, None, None], logp, -jnp.inf)
+    nodes = jax.vmap(partial(_best_nodes, size, kind == "spine"))(Branches(logp, token, group))
     pads = _no_nodes(root.shape[0], budget - size)
     return _assemble(root, jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), nodes, pads), row_budget)
 
@@ -113,7 +161,7 @@ def marginals(logits: Float[Array, "B L V"], ranks: int) -> tuple[Float[Array, "
     return jnp.where(jnp.isnan(logp), -jnp.inf, logp).reshape(shape), token.reshape(shape)
 
 
-def _check(kind: str, budget: int, top_k: int | None) -> None:
+def _check(kind: str, budget: int, top_k: int | None = None) -> None:
     if kind not in KINDS:
         raise ValueError(f"unknown tree kind {kind!r}: choose one of {', '.join(KINDS)}")
     if budget < 0 or (top_k or 0) < 0:
@@ -125,27 +173,34 @@ def _possible_nodes(depths: int, ranks: int) -> int:
     return sum(ranks**depth for depth in range(1, depths + 1))
 
 
-def _staircase(size: int, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pairs (parent's place i, rank r) with (i+1)(r+1) <= size and r < ranks, by i then r; and the pairs of every i.
+def _pairs(size: int, ranks: int, groups: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pairs (parent's place i, rank r) that can be among the `size` best nodes, by i then r; and the pairs of every i.
 
-    Every other pair is beaten by `size` pairs (i' <= i, r' <= r). About size * ln(size) pairs remain.
+    With one group, (i, r) is beaten by all (i' <= i, r' <= r): a staircase, (i+1)(r+1) <= size, of about
+    size * ln(size) pairs. With more, only by its parent, those before the parent, and its own better siblings.
     """
-    counts = np.minimum(ranks, size // np.arange(1, size + 1))
-    place = np.repeat(np.arange(size), counts)
-    rank = np.arange(place.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    return place.astype(np.int32), rank.astype(np.int32), counts.astype(np.int32)
+    place = np.arange(size)
+    counts = np.minimum(ranks, size // (place + 1) if groups == 1 else size - place)
+    parent = np.repeat(place, counts)
+    rank = np.arange(parent.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    return parent.astype(np.int32), rank.astype(np.int32), counts.astype(np.int32)
 
 
-def _best_nodes(size: int, spine: bool, logp: Float[Array, "L K"], token: Int[Array, "L K"]) -> Nodes:
+def _best_nodes(size: int, spine: bool, branches: Branches) -> Nodes:
     """The `size` nodes of one row's tree."""
-    stairs = _staircase(size, logp.shape[1])
+    _, groups, ranks = branches.logp.shape
+    pairs = _pairs(size, ranks, groups)
 
-    def deeper(level: Level, logp: Float[Array, " K"]) -> tuple[Level, Level]:
-        below = _next_level(stairs, level, logp)
-        return below, below
+    def deeper(carry: tuple[Level, Bool[Array, ""]], step: tuple[Float[Array, "G R"], Int[Array, "G R"]]):
+        level, chain = _next_level(pairs, *carry, *step)
+        return (level, chain), (level, chain)
 
-    _, levels = jax.lax.scan(deeper, _root_level(size), logp)
-    return _merge(levels, token, spine)
+    start = _root_level(size), jnp.array(spine)
+    _, (levels, chain) = jax.lax.scan(deeper, start, (branches.logp, branches.group))
+    above = jnp.concatenate([jnp.zeros_like(levels.group[:1]), levels.group[:-1]])
+    before = jnp.take_along_axis(above, levels.parent, axis=1)
+    token = branches.token[jnp.arange(len(before))[:, None], before, levels.rank]
+    return _merge(levels, token, chain)
 
 
 def _root_level(size: int) -> Level:
@@ -153,20 +208,32 @@ def _root_level(size: int) -> Level:
     place = jnp.arange(size, dtype=jnp.int32)
     none = jnp.zeros(size, jnp.int32)
     score = jnp.where(place == 0, 0.0, -jnp.inf).astype(jnp.float32)
-    return Level(score, place, -1 - place, none, none)
+    return Level(score, none, place, -1 - place, none, none)
 
 
-def _next_level(stairs: tuple[np.ndarray, np.ndarray, np.ndarray], above: Level, logp: Float[Array, " K"]) -> Level:
-    """The best nodes of the next depth. A slot is a candidate's number in lexicographic order."""
-    place, rank, counts = stairs
+def _next_level(
+    pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    above: Level,
+    chain: Bool[Array, ""],
+    logp: Float[Array, "G R"],
+    group: Int[Array, "G R"],
+) -> tuple[Level, Bool[Array, ""]]:
+    """The best nodes of the next depth, and whether the first of them is the top-1 chain's and so stands before all.
+
+    chain: the same of the depth above. A slot is a candidate's number in lexicographic order.
+    """
+    place, rank, counts = pairs
     first_slot = _sums_before(jnp.asarray(counts), above.lex)
     slot = first_slot[place] + rank
-    score = _moved(above.score[place] + logp[rank], slot)
-    score, kept = jax.lax.top_k(score, counts.size)
+    score = above.score[place] + logp[above.group[place], rank]
+    chain &= score[0] > -jnp.inf
+    score = _moved(score, slot)
+    _, kept = jax.lax.top_k(score.at[slot[0]].set(jnp.where(chain, jnp.inf, score[slot[0]])), counts.size)
     lex = jnp.cumsum(jnp.zeros_like(slot).at[kept].set(1, unique_indices=True))[kept] - 1
     candidate = _moved(jnp.arange(slot.size, dtype=jnp.int32), slot)[kept]
-    parent = jnp.asarray(place)[candidate]
-    return Level(score, lex, above.offset[parent] + above.lex[parent] + 1, parent, jnp.asarray(rank)[candidate])
+    parent, rank = jnp.asarray(place)[candidate], jnp.asarray(rank)[candidate]
+    offset = above.offset[parent] + above.lex[parent] + 1
+    return Level(score[kept], group[above.group[parent], rank], lex, offset, parent, rank), chain
 
 
 def _moved(values: Shaped[Array, " n"], slot: Int[Array, " n"]) -> Shaped[Array, " n"]:
@@ -192,12 +259,13 @@ def _preorder(levels: Level) -> Int[Array, "L W"]:
     return number
 
 
-def _merge(levels: Level, token: Int[Array, "L K"], spine: bool) -> Nodes:
-    """The W best of the nodes of all levels, with the parents as indices into the tree."""
+def _merge(levels: Level, token: Int[Array, "L W"], chain: Bool[Array, " L"]) -> Nodes:
+    """The W best of the nodes of all levels, with the parents as indices into the tree.
+
+    chain: where place 0 holds the top-1 chain's node, which comes before all others (they tie, so by depth).
+    """
     width = levels.score.shape[1]
-    key = levels.score
-    if spine:  # the chain before everything else; its nodes tie, so they come in order of depth
-        key = key.at[:, 0].set(jnp.where(key[:, 0] > -jnp.inf, jnp.inf, -jnp.inf))
+    key = levels.score.at[:, 0].set(jnp.where(chain, jnp.inf, levels.score[:, 0]))
     number = _preorder(levels).ravel()
     node_at = _moved(jnp.arange(number.size, dtype=jnp.int32), number)
     node = node_at[jax.lax.top_k(_moved(key.ravel(), number), width)[1]]
@@ -206,7 +274,7 @@ def _merge(levels: Level, token: Int[Array, "L K"], spine: bool) -> Nodes:
     index = index.at[width + node].set(jnp.arange(1, width + 1, dtype=jnp.int32), unique_indices=True)
     depth = node // width
     parent = index[depth * width + levels.parent.ravel()[node]]
-    return Nodes(token[depth, levels.rank.ravel()[node]], parent, depth + 1, levels.score.ravel()[node])
+    return Nodes(token.ravel()[node], parent, depth + 1, levels.score.ravel()[node])
 
 
 def _no_nodes(rows: int, count: int) -> Nodes:

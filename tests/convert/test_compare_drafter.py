@@ -13,7 +13,11 @@ from safetensors.numpy import load_file, save_file
 from convert.__main__ import main
 from convert.compare_drafter import _order
 
-PAIRS = [("dflash_qwen3", "qwen3"), pytest.param("dflash_qwen3_5_swa", "qwen3_5", marks=pytest.mark.slow)]
+PAIRS = [
+    ("dflash_qwen3", "qwen3"),
+    ("dflash2_qwen3", "qwen3"),
+    pytest.param("dflash_qwen3_5_swa", "qwen3_5", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("drafter", "target"), PAIRS)

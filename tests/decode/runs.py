@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from tiny import DRAFTER, HYBRID, tiny_drafter, tiny_target
 
-from ddtree_jax.config import TargetConfig
+from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.decode.loop import Report, Request, decode_rounds, prefill
 from ddtree_jax.decode.sampling import Sampling
 from ddtree_jax.decode.state import DecodeState, RoundConfig
@@ -45,9 +45,9 @@ def target(seed: int = 0, config: TargetConfig = HYBRID) -> Network:
 
 
 @cache
-def drafter(seed: int = 1) -> Network:
+def drafter(seed: int = 1, config: DrafterConfig = DRAFTER) -> Network:
     """A random drafter."""
-    return tiny_drafter(seed)
+    return tiny_drafter(seed, config)
 
 
 def sampling(rows: int, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0) -> Sampling:

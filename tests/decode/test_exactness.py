@@ -15,7 +15,7 @@ from decode import runs
 from decode.runs import BUDGET, HORIZON, PLAIN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import DENSE, HYBRID
+from tiny import DENSE, DFLASH2, DRAFTER, HYBRID
 
 from ddtree_jax.decode.loop import decode_rounds, module
 from ddtree_jax.decode.round import decode_round, propose, tree_block
@@ -53,9 +53,9 @@ LENGTHS, LIMITS, BUDGETS = rows(st.integers(1, 40)), rows(st.integers(1, 30)), r
 # ---- methods, trees, settings ----------------------------------------------------------------------------------------
 
 
-def check_methods(config, round_configs, seed, lengths, limits, budgets, chosen):
+def check_methods(config, round_configs, seed, lengths, limits, budgets, chosen, draft_config=DRAFTER):
     """All round configurations from the same prompts give plain decoding's tokens."""
-    target, drafter = runs.target(seed % 3, config), runs.drafter(seed % 2)
+    target, drafter = runs.target(seed % 3, config), runs.drafter(seed % 2, draft_config)
     prompts, sampling = runs.prompts(seed, lengths), runs.sampling(3, **chosen)
     state = runs.begin(target, drafter, prompts, sampling, limits=limits, budgets=budgets)
     plain = runs.plain_outputs(target, drafter, state)
@@ -74,6 +74,13 @@ def test_every_method_gives_the_plain_tokens_of_a_hybrid(seed, lengths, limits, 
 @given(st.integers(0, 1000), LENGTHS, LIMITS, BUDGETS, SAMPLING)
 def test_every_method_gives_the_plain_tokens_of_a_dense_model(seed, lengths, limits, budgets, chosen):
     check_methods(DENSE, (CHAIN, COUPLED_TREE), seed, lengths, limits, budgets, chosen)
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 1000), LENGTHS, LIMITS, BUDGETS, SAMPLING)
+def test_every_method_gives_the_plain_tokens_with_a_selector(seed, lengths, limits, budgets, chosen):
+    """DFlash2: the tree is grown from scores of neighbouring tokens."""
+    check_methods(HYBRID, (CHAIN, COUPLED_SPINE), seed, lengths, limits, budgets, chosen, DFLASH2)
 
 
 @pytest.mark.slow
@@ -95,6 +102,15 @@ def test_paths_of_every_length_are_accepted_and_change_nothing():
     assert set(sum(runs.acceptance(report), [])) == set(range(1, HORIZON + 2))
     for row in runs.acceptance(report):
         assert sum(row) >= runs.MOST - 1 > sum(row[:-1])
+
+
+@pytest.mark.parametrize("config", [DRAFTER, DFLASH2], ids=["dflash", "dflash2"])
+def test_coupling_accepts_more(config):
+    """At a high temperature a draft that sees the target's noise is right far more often than one that does not."""
+    target, drafter = runs.target(), runs.drafter(1, config)
+    state = runs.begin(target, drafter, runs.prompts(7, (3, 20, 11)), runs.sampling(3, 2.0, seed=(5, 6, 7)), limits=60)
+    rounds = {c.couple: runs.finish(target, drafter, runs.copy(state), c).rounds for c in (SPINE, COUPLED_SPINE)}
+    assert int(rounds[True].sum()) * 1.5 < int(rounds[False].sum())
 
 
 # ---- rows, alternation, prompt lengths -------------------------------------------------------------------------------

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tiny import DENSE, DRAFTER, scaled
 
-from ddtree_jax.config import AttentionConfig, RopeConfig
+from ddtree_jax.config import AttentionConfig, BlockRule, RopeConfig
 from ddtree_jax.decode import round as round_module
 from ddtree_jax.decode.loop import module
 from ddtree_jax.decode.round import chooser, decode_round
 from ddtree_jax.decode.sampling import allowed, couple, gumbel, pick, smallest_kept, sortable
 from ddtree_jax.decode.state import DecodeState, RoundConfig, empty_progress
 from ddtree_jax.models import Drafter, Target
-from ddtree_jax.tree import expand
+from ddtree_jax.tree import marginal_branches
 
 ROWS, VOCAB = 8, 13
 INF = np.float32(np.inf)
@@ -284,7 +284,7 @@ SMALL_DRAFTER = dataclasses.replace(
     hidden_size=16,
     intermediate_size=16,
     attention=SMALL.attention,
-    causal=(False,),
+    rules=(BlockRule.BIDIRECTIONAL,),
     windows=(None,),
     block_size=4,
     mask_token_id=7,
@@ -323,7 +323,7 @@ def first_tokens(pair, key, budget, table):
         dataclasses.replace(runs.sampling(1, TEMPERATURE), key=key[None], filtered=False),
     )
     state = prefilled(target, drafter, state)
-    with mock.patch.object(round_module, "expand", with_table(table)):
+    with mock.patch.object(round_module, "marginal_branches", with_table(table)):
         for _ in range(2):
             state, _ = decode_round(target, drafter, state, SMALL_TREE)
     return state.progress.tokens[0, :3]
@@ -346,8 +346,8 @@ def prefilled(target, drafter, state):
 
 
 def with_table(table):
-    """`expand` over fixed draft logits."""
-    return expand if table is None else lambda _, *args, **options: expand(table, *args, **options)
+    """`marginal_branches` of fixed draft logits."""
+    return marginal_branches if table is None else lambda _, ranks: marginal_branches(table, ranks)
 
 
 @jax.jit

@@ -17,6 +17,7 @@ import pytest
 from recorded import arrays_beside, named_parameters, trace
 
 import ddtree_jax
+from ddtree_jax.config import BlockRule
 from ddtree_jax.decode import loop
 from ddtree_jax.decode.round import propose
 from ddtree_jax.decode.state import DecodeState, RoundConfig
@@ -26,7 +27,7 @@ from ddtree_jax.models.blocks import KVCache
 from ddtree_jax.models.drafter import DrafterLayer
 from ddtree_jax.models.network import Network
 
-TARGETS = {"dflash_qwen3": "qwen3", "dflash_qwen3_5_swa": "qwen3_5"}
+TARGETS = {"dflash_qwen3": "qwen3", "dflash_qwen3_5_swa": "qwen3_5", "dflash2_qwen3": "qwen3"}
 CONTEXT, NEW = 40, 48  # tokens of the recorded prompt, and of the output
 SIZE = CONTEXT + NEW
 HORIZON = 7
@@ -108,7 +109,14 @@ def test_draft(case, step):
         close(out[0], case.recorded[f"layer_out_{i:02d}"], case.atol, f"layer {i}")
     close(step.hidden[0], case.recorded["draft_hidden"], case.atol)
     close(step.logits[0], case.recorded["draft_logits_slots1"], case.atol)
-    np.testing.assert_array_equal(step.logits[0].argmax(-1), case.recorded["draft_tokens"])
+
+
+def test_draft_tokens(case, prefilled):
+    """The chain that is drafted: each slot's best token, or with a selector the best after the one before."""
+    tree, logits = proposal(case.model.target, case.model.drafter, prefilled, RoundConfig(HORIZON, "chain", HORIZON))
+    np.testing.assert_array_equal(tree.token[0, 1:], case.recorded["draft_tokens"])
+    selects = case.model.drafter.config.selector is not None
+    assert selects == (logits[0].argmax(-1).tolist() != case.recorded["draft_tokens"].tolist())
 
 
 def check_caches(caches: tuple[KVCache, ...], step: Step, length: int, atol: float) -> None:
@@ -263,7 +271,8 @@ def test_sliding_window(golden, window, causal):
     recorded = arrays_beside(directory)
     drafter = ddtree_jax.load(golden("qwen3_5"), directory, dtype="float32").drafter
     rule = dict(causal=(causal, causal, False), windows=(window, window, None))
-    config = dataclasses.replace(drafter.config, **rule)
+    rules = tuple(BlockRule.CAUSAL if c else BlockRule.BIDIRECTIONAL for c in rule["causal"])
+    config = dataclasses.replace(drafter.config, rules=rules, windows=rule["windows"])
     changed = dataclasses.replace(drafter, spec=dataclasses.replace(drafter.spec, config=config))
     context = [(recorded[f"ctx_k_L{i}"], recorded[f"ctx_v_L{i}"]) for i in range(3)]
     noise = recorded["noise_embedding"]

@@ -259,7 +259,7 @@ def test_caches_of_a_bfloat16_model(bfloat16):
         assert {x.dtype for x in half} == {jnp.dtype("bfloat16")}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "dflash_qwen3", "dflash_qwen3_5_swa"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "dflash_qwen3", "dflash_qwen3_5_swa", "dflash2_qwen3"])
 def test_committed_cut_is_the_recorded_truth(shared, root, name):
     whole, cut = shared / "golden" / "hf" / name, root / "tests" / "data" / "golden" / name
     for file in ("config.json", "model.safetensors"):

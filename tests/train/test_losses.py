@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import BlockConvConfig, DrafterConfig, TargetConfig
 from ddtree_jax.models import Drafter, Target
 from ddtree_jax.models.network import Network, NetworkSpec
 from ddtree_jax.train.losses import (
@@ -75,6 +75,17 @@ def batch() -> DraftBatch:
     features = rng.normal(size=(2, 12, len(TAPS) * HIDDEN)).astype(np.float32)
     anchors = np.array([[3, 8, 10], [1, 5, 7]], np.int32)
     return DraftBatch(*map(jnp.asarray, (ids, features, np.array([12, 9], np.int32), anchors)))
+
+
+def test_no_convolution_reaches_into_the_block_before(pair, batch):
+    """DFlash2: the blocks of a sequence stand in one row, and each equals the block drafted alone."""
+    drafter = network(Drafter, dataclasses.replace(DRAFTER, conv=BlockConvConfig(taps=2, group_size=4)), 2)
+    together = jax.jit(lambda batch: draft_logits(drafter.module(), pair[0].module(), batch))(batch)
+    for row, column in ((0, 1), (1, 2)):
+        anchor = int(batch.anchors[row, column])
+        block = np.array([[batch.ids[row, anchor]] + [MASK] * (BLOCK - 1)], np.int32)
+        alone = draft_alone(pair[0], drafter, jnp.asarray(block), batch.features[row : row + 1, :anchor])
+        np.testing.assert_allclose(together[row, column], alone, atol=2e-5)
 
 
 @pytest.mark.parametrize(("row", "column"), [(0, 1), (1, 2)])
