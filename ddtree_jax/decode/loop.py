@@ -20,6 +20,7 @@ from ddtree_jax.decode.sampling import Sampling, pick
 from ddtree_jax.decode.state import DecodeState, Progress, RoundConfig, empty_progress
 from ddtree_jax.models.blocks import DeltaCache, KVRows
 from ddtree_jax.models.network import Network
+from ddtree_jax.parallel import on_its_mesh, replicate
 
 PREFILL_SIZES = (64, 256, 1024)  # compiled chunk lengths: no prompt length compiles anything else
 
@@ -43,6 +44,7 @@ def module(network: Network | None) -> Any:
 
 
 @partial(jax.jit, static_argnames=["config"], donate_argnames=["state"])
+@on_its_mesh
 def decode_rounds(
     target: Network, drafter: Network | None, state: DecodeState, rounds: Int[Array, ""], config: RoundConfig
 ) -> tuple[DecodeState, Report]:
@@ -62,6 +64,7 @@ def decode_rounds(
 
 
 @partial(jax.jit, static_argnames=["config"])
+@on_its_mesh
 def trace_round(
     target: Network, drafter: Network | None, state: DecodeState, config: RoundConfig
 ) -> tuple[DecodeState, RoundTrace]:
@@ -71,7 +74,7 @@ def trace_round(
 
 def report(progress: Progress) -> Report:
     """What the host reads after a dispatch."""
-    return Report(**{f.name: getattr(progress, f.name) for f in dataclasses.fields(Report)})
+    return replicate(Report(**{f.name: getattr(progress, f.name) for f in dataclasses.fields(Report)}))
 
 
 def prefill_chunk(
@@ -93,6 +96,7 @@ def prefill_chunk(
 
 
 @jax.jit
+@on_its_mesh
 def read_chunk(
     target: Network,
     drafter: Network | None,
@@ -113,6 +117,7 @@ def read_chunk(
 
 
 @partial(jax.jit, donate_argnames=["state"])
+@on_its_mesh
 def write_chunk(
     target: Network,
     drafter: Network | None,
@@ -133,6 +138,7 @@ def write_chunk(
 
 
 @partial(jax.jit, donate_argnames=["state"])
+@on_its_mesh
 def first_token(target: Network, state: DecodeState, last: Float[Array, "B H"]) -> tuple[DecodeState, Report]:
     """Choose the token after every prompt: the first root, and the first token of the output."""
     token = pick(target.module().logits(last), state.sampling, state.length)
@@ -203,6 +209,7 @@ def start(target: Network, drafter: Network | None, request: Request) -> DecodeS
 
 
 @partial(jax.jit, static_argnames=["sizes"])
+@on_its_mesh
 def _allocate(target, drafter, limits, row_budgets, stop_ids, sampling, sizes):
     batch, capacity, room = sizes
     return DecodeState(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ddtree_jax.ops import causal_conv
 from ddtree_jax.ops.tree_delta import DeltaFactors, commit_path
+from ddtree_jax.parallel import split
 
 
 @jax.tree_util.register_dataclass
@@ -89,6 +90,11 @@ class TreeBlock:
 
 Cache = KVCache | DeltaCache
 Rows = KVRows | DeltaRows
+
+
+def empty_kv(shape: tuple[int, int, int, int], dtype: jnp.dtype) -> KVCache:
+    """Keys and values of zeros [B, nk, S, D], on a mesh split by heads."""
+    return KVCache(split(jnp.zeros(shape, dtype), 1), split(jnp.zeros(shape, dtype), 1))
 
 
 def sequence_block(length: Int[Array, " B"], count: Int[Array, " B"], size: int) -> SequenceBlock:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ddtree_jax.config import BlockRule, DrafterConfig, WindowRule
 from ddtree_jax.models.attention import Attention
-from ddtree_jax.models.blocks import KVCache, KVRows, write_rows
+from ddtree_jax.models.blocks import KVCache, KVRows, empty_kv, write_rows
 from ddtree_jax.models.dflash2 import BlockConv, CandidateSelector
 from ddtree_jax.models.layers import Embedding, Linear, RMSNorm, SwiGLU, linear, rope_angles
 from ddtree_jax.models.target import Target
@@ -156,4 +156,4 @@ class Drafter(nnx.Module):
         """Empty context caches of `capacity` slots, one a layer."""
         a = self.config.attention
         shape = (batch, a.num_kv_heads, capacity, a.head_dim)
-        return tuple(KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.layers)
+        return tuple(empty_kv(shape, self.dtype) for _ in self.layers)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from ddtree_jax.config import MoeConfig
 from ddtree_jax.models.layers import Linear, SwiGLU, normal
 from ddtree_jax.ops.grouped_matmul import grouped_matmul
+from ddtree_jax.parallel import over_experts
 
 
 class Experts(nnx.Module):
@@ -20,9 +21,14 @@ class Experts(nnx.Module):
         self.down_proj = normal(rngs, (experts, hidden, inner), dtype)
 
     def __call__(self, rows: Float[Array, "M H"], sizes: Int[Array, " E"]) -> Float[Array, "M H"]:
-        """Rows sorted by expert, sizes[e] of them for expert e."""
-        gate, up = jnp.split(grouped_matmul(rows, self.gate_up_proj[...], sizes), 2, axis=-1)
-        return grouped_matmul(jax.nn.silu(gate) * up, self.down_proj[...], sizes)
+        """Rows sorted by expert, sizes[e] of them for expert e. On a mesh, every device computes its own experts."""
+        weights = self.gate_up_proj[...], self.down_proj[...]
+        return over_experts(_swiglu, rows, sizes, weights)
+
+
+def _swiglu(rows, sizes, gate_up, down):
+    gate, up = jnp.split(grouped_matmul(rows, gate_up, sizes), 2, axis=-1)
+    return grouped_matmul(jax.nn.silu(gate) * up, down, sizes)
 
 
 class SparseMoe(nnx.Module):

@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
+
+from ddtree_jax import parallel
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class NetworkSpec:
         """Structure and abstract parameters; nothing is allocated, and each spec is traced once a process."""
         return _abstract(self)
 
+    def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Name -> shape and dtype of all parameters, in the order of `Network.leaves`."""
+        _, state = self.abstract()
+        # jax orders a state's leaves by path, and the flat state has the same order: that of `Network.leaves`
+        return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
     def bind(self, leaves: tuple[jax.Array, ...]) -> nnx.Module:
         """The module with these leaves as parameters, in the order of `jax.tree.leaves` of the abstract state."""
         graph, state = self.abstract()
@@ -39,10 +48,14 @@ def _abstract(spec: NetworkSpec) -> tuple[nnx.GraphDef, nnx.State]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Network:
-    """Weights of one network with its spec; a pytree. `module()` is meant for use inside jit."""
+    """Weights of one network with its spec; a pytree. `module()` is meant for use inside jit.
+
+    mesh: the devices over which the weights are split, or None: they are on one.
+    """
 
     leaves: tuple[jax.Array, ...]
     spec: NetworkSpec = field(metadata=dict(static=True))
+    mesh: Mesh | None = field(default=None, metadata=dict(static=True))
 
     def module(self) -> Any:
         """The NNX module over these leaves (a view: calls read, nothing is mutated)."""
@@ -57,6 +70,12 @@ class Network:
     def num_parameters(self) -> int:
         """How many numbers the weights hold."""
         return sum(leaf.size for leaf in self.leaves)
+
+    def place(self, mesh: Mesh) -> Network:
+        """The network split over a mesh."""
+        places = parallel.shardings(self.spec.parameters(), self.spec.config, mesh).values()
+        leaves = tuple(jax.device_put(x, place) for x, place in zip(self.leaves, places, strict=True))
+        return Network(leaves, self.spec, mesh)
 
     @classmethod
     def of(cls, module: Any) -> Network:

@@ -14,17 +14,18 @@ from ddtree_jax.models.attention import Attention
 from ddtree_jax.models.blocks import (
     Cache,
     DeltaCache,
-    KVCache,
     KVRows,
     Rows,
     SequenceBlock,
     TreeBlock,
+    empty_kv,
     extend,
     sequence_block,
 )
 from ddtree_jax.models.delta_net import GatedDeltaNet
 from ddtree_jax.models.layers import Embedding, Linear, RMSNorm, SwiGLU, linear, rope_angles
 from ddtree_jax.models.moe import SparseMoe
+from ddtree_jax.parallel import split
 
 
 class DecoderLayer(nnx.Module):
@@ -138,8 +139,8 @@ class Target(nnx.Module):
 
         def empty(kind: str) -> Cache:
             if kind != LINEAR or d is None:
-                return KVCache(jnp.zeros(kv, self.dtype), jnp.zeros(kv, self.dtype))
-            state = jnp.zeros((batch, d.num_value_heads, d.key_dim, d.value_dim), jnp.float32)
+                return empty_kv(kv, self.dtype)
+            state = split(jnp.zeros((batch, d.num_value_heads, d.key_dim, d.value_dim), jnp.float32), 1)
             return DeltaCache(state, jnp.zeros((batch, d.conv_taps - 1, d.channels), self.dtype))
 
         return tuple(empty(kind) for kind in self.config.layer_types)
