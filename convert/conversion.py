@@ -31,7 +31,7 @@ from ddtree_jax.errors import InputError
 from ddtree_jax.models import Drafter, Target
 from ddtree_jax.models.network import NetworkSpec
 
-BATCH = 256 << 20  # bytes written at once; a larger parameter is a batch of its own
+BATCH = 512 << 20  # bytes written at once, all in memory; a larger parameter is a batch of its own
 CARRIED = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
     "vocab.json merges.txt chat_template.jinja chat_template.json LICENSE"
