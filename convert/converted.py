@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from convert.checkpoint import Checkpoint, Directory, summary
-from convert.weights import grouped, load_network, mismatches, parameters
+from convert.weights import grouped, keep_fp8, load_network, mismatches, parameters
 from ddtree_jax.errors import InputError
 from ddtree_jax.files import read_object
 from ddtree_jax.models.network import Network, NetworkSpec
+from ddtree_jax.models.quantised import Quantised
 
 RECORD = "conversion.json"
 WEIGHTS = "weights"
@@ -20,7 +22,8 @@ ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")  # one of them i
 
 
 class Converted(Directory):
-    """An opened directory that `ddtree-jax convert` wrote: `config`, and `parameters` by name, {"shape": .., ..}.
+    """An opened directory that `ddtree-jax convert` wrote: `config`, `parameters` by name, {"shape": .., ..}, and
+    `fp8`, which of them are FP8.
 
     Raises InputError for a record that cannot be read.
     """
@@ -31,6 +34,7 @@ class Converted(Directory):
         if self.record.get("format") != FORMAT:
             raise InputError(f"{self.directory}: format {self.record.get('format')!r} is not {FORMAT}; convert again")
         self.parameters = self._parameters(self.record.get("parameters"))
+        self.fp8 = self._quantised(self.record.get("fp8"))
         self.weights = self.file(WEIGHTS)
         if not self.weights.is_dir():
             raise InputError(f"{self.directory} has lost its {WEIGHTS}; convert the checkpoint again")
@@ -39,7 +43,22 @@ class Converted(Directory):
         try:
             return {name: {**entry, "shape": tuple(entry["shape"])} for name, entry in found.items()}
         except (AttributeError, KeyError, TypeError):
-            raise InputError(f"{self.directory / RECORD} is damaged; convert the checkpoint again") from None
+            raise self._damaged() from None
+
+    def _quantised(self, found: Any) -> Quantised | None:
+        if found is None:
+            return None
+        try:
+            rows, columns = found["block"]
+            kept = Quantised(tuple(found["parameters"]), (int(rows), int(columns)))
+        except (KeyError, TypeError, ValueError):
+            raise self._damaged() from None
+        if min(kept.block) < 1 or not self.parameters.keys() >= set(kept.names):
+            raise self._damaged()
+        return kept
+
+    def _damaged(self) -> InputError:
+        return InputError(f"{self.directory / RECORD} is damaged; convert the checkpoint again")
 
 
 Source = Checkpoint | Converted
@@ -55,6 +74,13 @@ def open_directory(directory: str | Path) -> Source:
     if any(os.path.exists(path / mark) for mark in (*ORBAX, WEIGHTS)):
         raise InputError(f"{path} has no {RECORD}: it is not a finished directory of ddtree-jax convert")
     return Checkpoint(path)
+
+
+def with_fp8(source: Source, spec: NetworkSpec, keep: bool) -> NetworkSpec:
+    """The spec with what is FP8: what a converted directory has as FP8, or if `keep`, what a Hugging Face one has."""
+    if isinstance(source, Converted):
+        return replace(spec, fp8=source.fp8)
+    return keep_fp8(source, spec) if keep else spec
 
 
 def read_network(source: Source, spec: NetworkSpec) -> Network:

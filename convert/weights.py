@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ from convert.checkpoint import Checkpoint, summary
 from convert.recipes import Recipe, Shape, recipe
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.network import Network, NetworkSpec
+from ddtree_jax.models.quantised import SUFFIX, Quantised
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # first match wins
 SKIPPED = ("mtp.", "model.visual.", "visual.")  # families that text decoding does not need
+EMBEDDING = "embed_tokens.weight"  # rows are looked up, not multiplied: never kept as FP8
 LOG = logging.getLogger(__name__)
 
 Problems = dict[str, list[str]]  # kind -> what is wrong
@@ -27,12 +29,13 @@ Problems = dict[str, list[str]]  # kind -> what is wrong
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a module, and how it is made."""
+    """One parameter of a module, and how it is made: what is read of each tensor, and what becomes of that."""
 
     name: str
     shape: Shape
     dtype: np.dtype
     recipe: Recipe
+    read: Callable[[Checkpoint, str], np.ndarray] = Checkpoint.read
 
     @property
     def nbytes(self) -> int:
@@ -56,8 +59,14 @@ class Plan:
 
     def make(self, parameter: Parameter) -> np.ndarray:
         """A parameter in its dtype; perhaps a read-only view of the mapped file."""
-        parts = (self.checkpoint.read(self.sources[name]) for name in parameter.recipe.tensors)
+        parts = (parameter.read(self.checkpoint, self.sources[name]) for name in parameter.recipe.tensors)
         return parameter.recipe.assemble(parts, parameter.shape, parameter.dtype)
+
+    def dequantised(self) -> list[str]:
+        """Parameters that are made of FP8 tensors and do not stay so."""
+        stored = self.checkpoint.quantised()
+        whole = (p for p in self.parameters if p.read is Checkpoint.read)
+        return [p.name for p in whole if any(self.sources.get(tensor) in stored for tensor in p.recipe.tensors)]
 
     def check(self) -> None:
         """Raise InputError, all problems in one line, if there are any."""
@@ -86,12 +95,41 @@ def plan(checkpoint: Checkpoint, spec: NetworkSpec) -> Plan:
     wanted = parameters(spec)
     sources, problems = _sources(checkpoint, tied="lm_head.weight" not in wanted)
     made = [
-        Parameter(name, leaf.shape, np.dtype(leaf.dtype), recipe(name, leaf.shape, spec.config, sources))
+        Parameter(name, leaf.shape, np.dtype(leaf.dtype), _recipe(name, wanted, spec, sources), _reader(name, spec))
         for name, leaf in wanted.items()
     ]
     needed = {tensor: shape for one in made for tensor, shape in one.recipe.tensors.items()}
     found = [*problems, *_mismatches(checkpoint, needed, sources)]
     return Plan(checkpoint, spec, tuple(made), sources, grouped(found))
+
+
+def keep_fp8(checkpoint: Checkpoint, spec: NetworkSpec) -> NetworkSpec:
+    """The spec in which weights stay FP8 where the tensors are and blocks stay whole (`Recipe.keeps_blocks`)."""
+    wanted, stored = parameters(spec), checkpoint.quantised()
+    sources, _ = _sources(checkpoint, tied=False)
+
+    def keeps(name: str) -> bool:
+        made = _recipe(name, wanted, spec, sources)
+        quantised = name != EMBEDDING and all(sources.get(tensor) in stored for tensor in made.tensors)
+        return quantised and checkpoint.block is not None and made.keeps_blocks(wanted[name].shape, checkpoint.block)
+
+    names = tuple(name for name in wanted if keeps(name))
+    return replace(spec, fp8=Quantised(names, checkpoint.block)) if names and checkpoint.block else spec
+
+
+def _recipe(
+    name: str, wanted: Mapping[str, jax.ShapeDtypeStruct], spec: NetworkSpec, sources: Collection[str]
+) -> Recipe:
+    """A parameter's recipe; scales are put together as their weights are."""
+    whole = name.removesuffix(SUFFIX)
+    return recipe(whole, wanted[whole].shape, spec.config, sources)
+
+
+def _reader(name: str, spec: NetworkSpec) -> Callable[[Checkpoint, str], np.ndarray]:
+    """What a parameter takes of its tensors."""
+    if name.endswith(SUFFIX):
+        return Checkpoint.scales
+    return Checkpoint.stored if spec.fp8 and name in spec.fp8.names else Checkpoint.read
 
 
 def parameters(spec: NetworkSpec) -> dict[str, jax.ShapeDtypeStruct]:

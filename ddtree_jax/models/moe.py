@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import MoeConfig
 from ddtree_jax.models.layers import Linear, SwiGLU, normal
+from ddtree_jax.models.quantised import operands
 from ddtree_jax.ops.grouped_matmul import grouped_matmul
 
 
@@ -21,8 +22,8 @@ class Experts(nnx.Module):
 
     def __call__(self, rows: Float[Array, "M H"], sizes: Int[Array, " E"]) -> Float[Array, "M H"]:
         """Rows sorted by expert, sizes[e] of them for expert e."""
-        gate, up = jnp.split(grouped_matmul(rows, self.gate_up_proj[...], sizes), 2, axis=-1)
-        return grouped_matmul(jax.nn.silu(gate) * up, self.down_proj[...], sizes)
+        gate, up = jnp.split(grouped_matmul(*operands(self, "gate_up_proj", rows), sizes), 2, axis=-1)
+        return grouped_matmul(*operands(self, "down_proj", jax.nn.silu(gate) * up), sizes)
 
 
 class SparseMoe(nnx.Module):
