@@ -192,11 +192,12 @@ def compare_method(model: Model, recorded: RecordedRuns, method: str, tie: float
             RunReport(method, i, len(ours) - 1, parting(ours, run.output))
             for i, (ours, run) in enumerate(zip(outputs, runs, strict=True))
         ]
-    from convert.replay import replay
+    from convert.replay import outputs, replay
 
     options |= dict(method="dflash") if method == "dflash" else dict(method="ddtree", tree_budget=int(method))
-    rounds, outputs = replay(model, recorded.prompts, **options)
-    return [compare_rounds(method, i, *both, tie=tie) for i, both in enumerate(zip(rounds, outputs, runs, strict=True))]
+    rounds, state = replay(model, recorded.prompts, **options)
+    everything = zip(rounds, outputs(state), runs, strict=True)
+    return [compare_rounds(method, i, *one, tie=tie) for i, one in enumerate(everything)]
 
 
 def compare_rounds(

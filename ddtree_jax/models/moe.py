@@ -20,10 +20,10 @@ class Experts(nnx.Module):
         self.gate_up_proj = normal(rngs, (experts, 2 * inner, hidden), dtype)
         self.down_proj = normal(rngs, (experts, hidden, inner), dtype)
 
-    def __call__(self, rows: Float[Array, "M H"], sizes: Int[Array, " E"]) -> Float[Array, "M H"]:
-        """Rows sorted by expert, sizes[e] of them for expert e."""
-        gate, up = jnp.split(grouped_matmul(*operands(self, "gate_up_proj", rows), sizes), 2, axis=-1)
-        return grouped_matmul(*operands(self, "down_proj", jax.nn.silu(gate) * up), sizes)
+    def __call__(self, rows: Float[Array, "M H"], sizes: Int[Array, " E"], largest: int) -> Float[Array, "M H"]:
+        """Rows sorted by expert, sizes[e] of them, at most `largest`, for expert e."""
+        gate, up = jnp.split(grouped_matmul(*operands(self, "gate_up_proj", rows), sizes, largest=largest), 2, axis=-1)
+        return grouped_matmul(*operands(self, "down_proj", jax.nn.silu(gate) * up), sizes, largest=largest)
 
 
 class SparseMoe(nnx.Module):
@@ -58,6 +58,6 @@ class SparseMoe(nnx.Module):
         chosen = expert.reshape(-1)
         order = jnp.argsort(chosen, stable=True)
         sizes = jnp.zeros(self.config.num_experts, jnp.int32).at[chosen].add(1)
-        made = self.experts(rows[order // self.config.top_k], sizes)
+        made = self.experts(rows[order // self.config.top_k], sizes, largest=rows.shape[0])
         back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
         return jnp.einsum("mk,mkh->mh", weight, back.reshape(*expert.shape, -1))

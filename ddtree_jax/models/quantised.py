@@ -50,7 +50,7 @@ def _follow(module: Any, path: Iterable[str]) -> Any:
 
 
 def operands(
-    module: nnx.Module, name: str, x: Float[Array, "*batch i"]
+    module: Any, name: str, x: Float[Array, "*batch i"]
 ) -> tuple[Float[Array, "*batch i"], Float[Array, "*E o i"]]:
     """x, and the weight `name` of a module for a product with it, dequantised to the dtype of x where it is FP8.
 
