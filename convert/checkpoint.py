@@ -63,7 +63,7 @@ class Checkpoint(Directory):
 
     def __init__(self, directory: str | Path):
         super().__init__(directory)
-        self._block = quantised_block(self.config)
+        self.block = quantised_block(self.config)
         self._files = self._open()
         self._scales = fp8.scale_names(self._entries())
         self._hidden = frozenset(self._scales.values())
@@ -94,13 +94,13 @@ class Checkpoint(Directory):
 
     def problems(self) -> Iterable[tuple[str, str]]:
         """Kind and tensor of what keeps FP8 weights from being read."""
-        return fp8.problems(self._entries(), self._block)
+        return fp8.problems(self._entries(), self.block)
 
     def names(self) -> Collection[str]:
         """All tensor names but those of scales, which belong to their tensors."""
         return [name for name in self._files if name not in self._hidden]
 
-    def quantised(self) -> Iterable[str]:
+    def quantised(self) -> Collection[str]:
         """The names of the tensors that are FP8 in the file."""
         return self._scales.keys()
 
@@ -114,12 +114,18 @@ class Checkpoint(Directory):
 
     def read(self, name: str) -> np.ndarray:
         """A tensor: memory-mapped, or dequantised."""
-        stored = self._files[name].read(name)
         if name not in self._scales:
-            return stored
-        assert self._block is not None, "plan() refuses scales without a block size"
-        scale = self._scales[name]
-        return fp8.dequantise(stored, self._files[scale].read(scale), self._block)
+            return self.stored(name)
+        assert self.block is not None, "plan() refuses scales without a block size"
+        return fp8.dequantise(self.stored(name), self.scales(name), self.block)
+
+    def stored(self, name: str) -> np.ndarray:
+        """A tensor as it lies in the file, memory-mapped."""
+        return self._files[name].read(name)
+
+    def scales(self, name: str) -> np.ndarray:
+        """The scales of an FP8 tensor."""
+        return self.stored(self._scales[name])
 
     def files(self) -> list[SafetensorsFile]:
         """The files with tensors, by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -16,6 +17,7 @@ from ddtree_jax.errors import InputError
 if TYPE_CHECKING:
     from convert.conversion import Job
 
+WIDTHS = {"bfloat16": 2, "float32": 4}  # bytes of a number
 DESCRIPTION = (
     "Convert a Hugging Face checkpoint directory, a target's or a drafter's, to an Orbax checkpoint that load() takes. "
     "A run that is killed leaves DST.partial; the same command goes on from there."
@@ -30,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `convert`."""
     parser.add_argument("source", metavar="SRC", help="Hugging Face directory: config.json and safetensors files")
     parser.add_argument("destination", metavar="DST", help="directory to write; it must not exist")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
+    parser.add_argument("--dtype", choices=tuple(WIDTHS), default="bfloat16", help="default %(default)s")
+    parser.add_argument("--keep-fp8", action="store_true", help="leave FP8 weights FP8; the model runs from them")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, and every problem")
     parser.add_argument("--verify", action="store_true", help="read everything back and compare checksums")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -40,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The command; returns 0, or 2 when tensors do not fit, after one line for each that does not."""
     from convert.conversion import convert, make_job
 
-    job = make_job(arguments.source, arguments.destination, arguments.dtype)
+    job = make_job(arguments.source, arguments.destination, arguments.dtype, arguments.keep_fp8)
     if arguments.dry_run:
         print(json.dumps(summary(job)) if arguments.json else table(job))
     if job.plan.problems:
@@ -99,22 +102,43 @@ def table(job: Job) -> str:
 
     rows: dict[tuple[str, str, str], list[int]] = {}
     for parameter in job.plan.parameters:
-        name = re.sub(r"\.\d+\.", ".*.", parameter.name)
-        row = (name, "x".join(map(str, parameter.shape)), parameter.dtype.name)
+        row = (layers_as_one(parameter.name), "x".join(map(str, parameter.shape)), parameter.dtype.name)
         rows.setdefault(row, []).append(parameter.nbytes)
     width = max(len(name) for name, _, _ in rows)
     lines = [f"{'parameter':{width}}  {'count':>5}  {'shape':>18}  {'dtype':8}  {'MB':>10}"]
     for (name, shape, dtype), sizes in rows.items():
         lines.append(f"{name:{width}}  {len(sizes):5}  {shape:>18}  {dtype:8}  {sum(sizes) / 1e6:10,.2f}")
     lines.append(totals(job))
-    if quantised := len(list(job.plan.checkpoint.quantised())):
-        lines.append(f"{quantised} tensors are FP8 in the checkpoint and are dequantised")
+    lines += fp8_lines(job)
     lines += [f"{count} tensors of {family}* are left out" for family, count in skipped(job.plan.checkpoint).items()]
     return "\n".join(lines)
 
 
+def fp8_lines(job: Job) -> list[str]:
+    """What becomes of FP8 tensors."""
+    from convert.weights import SUFFIX
+
+    kept = set(job.plan.spec.fp8.names) if job.plan.spec.fp8 else set()
+    lines = []
+    if kept:
+        stays = sum(p.nbytes for p in job.plan.parameters if p.name.removesuffix(SUFFIX) in kept)
+        wide = sum(math.prod(p.shape) for p in job.plan.parameters if p.name in kept) * WIDTHS[job.dtype]
+        sizes = f"{stays / 1e9:.3f} GB with their scales, {wide / 1e9:.3f} GB in {job.dtype}"
+        lines.append(f"{len(kept)} parameters stay FP8: {sizes}")
+    if names := job.plan.dequantised():
+        kinds = ", ".join(sorted({layers_as_one(name) for name in names}))
+        lines.append(f"{len(names)} parameters are FP8 in the checkpoint and are dequantised: {kinds}")
+    return lines
+
+
+def layers_as_one(name: str) -> str:
+    """A parameter's name without its layer's number."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
 def summary(job: Job) -> dict[str, Any]:
     """The table as a JSON object."""
+    from convert.conversion import fp8_record
     from convert.weights import skipped
 
     checkpoint, made = job.plan.checkpoint, job.plan.parameters
@@ -125,7 +149,8 @@ def summary(job: Job) -> dict[str, Any]:
         "bytes": job.nbytes,
         "parameters": {p.name: {"shape": list(p.shape), "dtype": p.dtype.name} for p in made},
         "skipped": dict(skipped(checkpoint)),
-        "dequantised": len(list(checkpoint.quantised())),
+        "fp8": fp8_record(job.plan.spec),
+        "dequantised": len(job.plan.dequantised()),
         "problems": job.plan.problems,
     }
 

@@ -192,11 +192,12 @@ def compare_method(model: Model, recorded: RecordedRuns, method: str, tie: float
             RunReport(method, i, len(ours) - 1, parting(ours, run.output))
             for i, (ours, run) in enumerate(zip(outputs, runs, strict=True))
         ]
-    from convert.replay import replay
+    from convert.replay import outputs, replay
 
     options |= dict(method="dflash") if method == "dflash" else dict(method="ddtree", tree_budget=int(method))
-    rounds, outputs = replay(model, recorded.prompts, **options)
-    return [compare_rounds(method, i, *both, tie=tie) for i, both in enumerate(zip(rounds, outputs, runs, strict=True))]
+    rounds, state = replay(model, recorded.prompts, **options)
+    everything = zip(rounds, outputs(state), runs, strict=True)
+    return [compare_rounds(method, i, *one, tie=tie) for i, one in enumerate(everything)]
 
 
 def compare_rounds(
@@ -242,7 +243,7 @@ def same_tree(ours: Round, theirs: RecordedRound) -> bool:
 def same_scores(ours: Round, theirs: RecordedRound, tie: float) -> bool:
     """Whether two trees have the same path scores under our draft logits: then they differ by the order of equals."""
     sizes = len(ours.tokens) - 1, len(theirs.tokens)
-    if sizes[0] != sizes[1]:
+    if sizes[0] != sizes[1] or ours.draft_logits is None:
         return False
     scores = log_softmax(ours.draft_logits)
     a, b = (np.sort(path_scores(scores, tree)) for tree in (_without_root(ours), theirs))

@@ -23,7 +23,7 @@ import numpy as np
 import ddtree_jax
 from convert import orbax_store
 from convert.checkpoint import INDEX, Checkpoint
-from convert.converted import FORMAT, PROGRESS, RECORD, WEIGHTS
+from convert.converted import FORMAT, PROGRESS, RECORD, WEIGHTS, with_fp8
 from convert.progress import Progress, open_progress
 from convert.weights import Parameter, Plan, plan, skipped
 from ddtree_jax.config import DrafterConfig, TargetConfig, is_drafter
@@ -31,7 +31,7 @@ from ddtree_jax.errors import InputError
 from ddtree_jax.models import Drafter, Target
 from ddtree_jax.models.network import NetworkSpec
 
-BATCH = 256 << 20  # bytes written at once; a larger parameter is a batch of its own
+BATCH = 512 << 20  # bytes written at once, all in memory; a larger parameter is a batch of its own
 CARRIED = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
     "vocab.json merges.txt chat_template.jinja chat_template.json LICENSE"
@@ -66,16 +66,21 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """What has to be the same for a second run to go on with this one."""
-        return {"dtype": self.dtype, "source": source_record(self.plan.checkpoint), "format": FORMAT}
+        source = source_record(self.plan.checkpoint)
+        return {"dtype": self.dtype, "fp8": fp8_record(self.plan.spec), "source": source, "format": FORMAT}
 
 
-def make_job(source: str | Path, destination: str | Path, dtype: str) -> Job:
+def make_job(source: str | Path, destination: str | Path, dtype: str, fp8: bool = False) -> Job:
     """Open a checkpoint of a target or a drafter and decide what becomes of its tensors; nothing is written.
 
-    Raises InputError for what cannot be opened; tensors that do not fit are in `plan.problems`.
+    fp8: weights that are FP8 stay so where their blocks stay whole. Raises InputError for what cannot be opened, and
+    when nothing would stay FP8; tensors that do not fit are in `plan.problems`.
     """
     checkpoint = Checkpoint(source)
     spec = network_spec(checkpoint, jnp.dtype(dtype))
+    spec = with_fp8(checkpoint, spec, keep=fp8)
+    if fp8 and spec.fp8 is None:
+        raise InputError(f"{checkpoint.directory} has no FP8 weights that could be kept; convert without --keep-fp8")
     return Job(plan(checkpoint, spec), Path(os.path.abspath(destination)), dtype)
 
 
@@ -207,11 +212,17 @@ def record(job: Job, checksums: dict[str, int]) -> dict[str, Any]:
         "config": checkpoint.config,
         "versions": {"ddtree-jax": ddtree_jax.__version__} | {name: version(name) for name in LIBRARIES},
         "skipped": dict(skipped(checkpoint)),
-        "dequantised": len(list(checkpoint.quantised())),
+        "fp8": fp8_record(job.plan.spec),
+        "dequantised": len(job.plan.dequantised()),
         "parameters": {
             p.name: {"shape": list(p.shape), "dtype": p.dtype.name, "crc32": checksums[p.name]} for p in made
         },
     }
+
+
+def fp8_record(spec: NetworkSpec) -> dict[str, Any] | None:
+    """Which parameters are FP8, None when there are none."""
+    return None if spec.fp8 is None else {"block": list(spec.fp8.block), "parameters": list(spec.fp8.names)}
 
 
 def source_record(checkpoint: Checkpoint) -> dict[str, Any]:

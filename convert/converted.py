@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from convert.checkpoint import Checkpoint, Directory, summary
-from convert.weights import grouped, load_network, mismatches, parameters
+from convert.weights import grouped, keep_fp8, load_network, mismatches
+from ddtree_jax import parallel
 from ddtree_jax.errors import InputError
 from ddtree_jax.files import read_object
 from ddtree_jax.models.network import Network, NetworkSpec
+from ddtree_jax.models.quantised import Quantised
 
 RECORD = "conversion.json"
 WEIGHTS = "weights"
@@ -21,7 +26,8 @@ ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")  # one of them i
 
 
 class Converted(Directory):
-    """An opened directory that `ddtree-jax convert` wrote: `config`, and `parameters` by name, {"shape": .., ..}.
+    """An opened directory that `ddtree-jax convert` wrote: `config`, `parameters` by name, {"shape": .., ..}, and
+    `fp8`, which of them are FP8.
 
     Raises InputError for a record that cannot be read.
     """
@@ -32,6 +38,7 @@ class Converted(Directory):
         if self.record.get("format") != FORMAT:
             raise InputError(f"{self.directory}: format {self.record.get('format')!r} is not {FORMAT}; convert again")
         self.parameters = self._parameters(self.record.get("parameters"))
+        self.fp8 = self._quantised(self.record.get("fp8"))
         self.weights = self.file(WEIGHTS)
         if not self.weights.is_dir():
             raise InputError(f"{self.directory} has lost its {WEIGHTS}; convert the checkpoint again")
@@ -44,7 +51,22 @@ class Converted(Directory):
         try:
             return {name: {**entry, "shape": tuple(entry["shape"])} for name, entry in found.items()}
         except (AttributeError, KeyError, TypeError):
-            raise InputError(f"{self.directory / RECORD} is damaged; convert the checkpoint again") from None
+            raise self._damaged() from None
+
+    def _quantised(self, found: Any) -> Quantised | None:
+        if found is None:
+            return None
+        try:
+            rows, columns = found["block"]
+            kept = Quantised(tuple(found["parameters"]), (int(rows), int(columns)))
+        except (KeyError, TypeError, ValueError):
+            raise self._damaged() from None
+        if min(kept.block) < 1 or not self.parameters.keys() >= set(kept.names):
+            raise self._damaged()
+        return kept
+
+    def _damaged(self) -> InputError:
+        return InputError(f"{self.directory / RECORD} is damaged; convert the checkpoint again")
 
 
 Source = Checkpoint | Converted
@@ -62,11 +84,18 @@ def open_directory(directory: str | Path) -> Source:
     return Checkpoint(path)
 
 
-def read_network(source: Source, spec: NetworkSpec) -> Network:
+def with_fp8(source: Source, spec: NetworkSpec, keep: bool) -> NetworkSpec:
+    """The spec with what is FP8: what a converted directory has as FP8, or if `keep`, what a Hugging Face one has."""
+    if isinstance(source, Converted):
+        return replace(spec, fp8=source.fp8)
+    return keep_fp8(source, spec) if keep else spec
+
+
+def read_network(source: Source, spec: NetworkSpec, mesh: Mesh | None = None) -> Network:
     """Fill a network from either kind of directory, with the same bits; the rules of `load_network` hold for both."""
     if isinstance(source, Checkpoint):
-        return load_network(source, spec)
-    wanted = parameters(spec)
+        return load_network(source, spec, mesh)
+    wanted = spec.parameters()
     found = {name: entry["shape"] for name, entry in source.parameters.items()}
     problems = grouped(mismatches({name: leaf.shape for name, leaf in wanted.items()}, found))
     if problems:
@@ -74,5 +103,5 @@ def read_network(source: Source, spec: NetworkSpec) -> Network:
         raise InputError(f"{source.directory} does not fit {spec.module.__name__}: {what}")
     from convert import orbax_store  # importing Orbax takes a second, which Hugging Face directories need not pay
 
-    loaded = orbax_store.load(source.weights, wanted)
-    return Network(tuple(loaded[name] for name in wanted), spec)
+    loaded = orbax_store.load(source.weights, wanted, parallel.shardings(wanted, spec.config, mesh))
+    return Network(tuple(loaded[name] for name in wanted), spec, mesh)

@@ -9,12 +9,11 @@ import numpy as np
 from jaxtyping import Float, Num
 
 from convert.safetensors_file import TensorEntry
+from ddtree_jax.models.quantised import SUFFIX, Block, scale_shape
 
-SUFFIX = "_scale_inv"  # `X.weight` has its scales in `X.weight_scale_inv`
 STORED = np.dtype(ml_dtypes.float8_e4m3fn)
 LONE_SCALE = "scale without a tensor"
 WIDE = np.arange(256, dtype=np.uint8).view(STORED).astype(np.float32)  # by bits: three times as fast as a cast
-Block = tuple[int, int]
 
 
 def dequantise(
@@ -28,12 +27,6 @@ def dequantise(
         factors = np.repeat(scale[(*expert, row)].astype(np.float32), block[1])[:columns]
         np.multiply(WIDE[weight[rows].view(np.uint8)], factors, out=result[rows])
     return result
-
-
-def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """The shape of a weight's scales: one a block, partial blocks included."""
-    *experts, rows, columns = shape
-    return (*experts, -(-rows // block[0]), -(-columns // block[1]))
 
 
 def scale_names(entries: Mapping[str, TensorEntry]) -> dict[str, str]:

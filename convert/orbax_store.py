@@ -22,6 +22,7 @@ from orbax.checkpoint.experimental import v1 as ocp
 from ddtree_jax.errors import InputError
 
 CHUNK = 64 << 20  # bytes of a stored chunk: what a reader needs at once
+DATA_FILE = 64 << 20  # bytes of a file at most: several are written, and forced to the disk, side by side
 UNFINISHED = ".partial_save"  # what Orbax adds to the name of a checkpoint that is not finished
 
 
@@ -29,6 +30,7 @@ def _context() -> ocp.Context:
     context = ocp.Context()
     context.array.saving.use_compression = False  # weights hardly compress, and it takes ten times as long
     context.array.saving.storage_options.chunk_byte_size = CHUNK
+    context.array.saving.ocdbt_target_data_file_size = DATA_FILE
     context.memory.deepcopy_host_arrays = False  # nobody changes the arrays while they are written
     return context
 
@@ -62,10 +64,11 @@ def finish(path: Path) -> None:
         ocp.partial.finalize(path)
 
 
-def load(path: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """A whole checkpoint, cast, on the first device. Raises InputError when anything is missing or of another shape."""
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for name, x in arrays.items()}
+def load(
+    path: Path, arrays: Mapping[str, jax.ShapeDtypeStruct], places: Mapping[str, jax.sharding.Sharding]
+) -> dict[str, jax.Array]:
+    """A whole checkpoint, cast, each array where `places` says. Raises InputError for what is missing or misshaped."""
+    wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in arrays.items()}
     return _load(path, wanted, _context())
 
 

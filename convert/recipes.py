@@ -11,8 +11,14 @@ import numpy as np
 from jaxtyping import Int
 
 from ddtree_jax.config import DeltaConfig, DrafterConfig, TargetConfig
+from ddtree_jax.models.quantised import Block
 
 Shape = tuple[int, ...]
+
+
+def as_stored(tensor: np.ndarray) -> np.ndarray:
+    """The `build` of most recipes: nothing is changed."""
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Recipe:
     """
 
     tensors: Mapping[str, Shape]
-    build: Callable[[np.ndarray], np.ndarray] = lambda w: w
+    build: Callable[[np.ndarray], np.ndarray] = as_stored
 
     def assemble(self, parts: Iterable[np.ndarray], shape: Shape, dtype: np.dtype) -> np.ndarray:
         """The parameter from its tensors, of which one at a time is needed.
@@ -37,6 +43,11 @@ class Recipe:
         for row, part in zip(result.reshape(len(self.tensors), -1), parts, strict=True):
             row[:] = self.build(part).reshape(-1)
         return result
+
+    def keeps_blocks(self, shape: Shape, block: Block) -> bool:
+        """Whether the blocks of the tensors are those of the parameter: no row moves, none ends short at a seam."""
+        seams = (part[-2] for part in self.tensors.values() if part[-2:] != shape[-2:])
+        return self.build is as_stored and not any(rows % block[0] for rows in seams)
 
 
 def recipe(name: str, shape: Shape, config: TargetConfig | DrafterConfig, stored: Collection[str]) -> Recipe:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jax.sharding import Mesh
 
 from convert import fp8
 from convert.checkpoint import Checkpoint, summary
 from convert.recipes import Recipe, Shape, recipe, vocabulary_map
+from ddtree_jax import parallel
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.network import Network, NetworkSpec
+from ddtree_jax.models.quantised import SUFFIX, Quantised
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # first match wins
 # Families that text decoding does not need; t2d says again which tokens d2t maps to.
 SKIPPED = ("mtp.", "model.visual.", "visual.", "t2d")
+EMBEDDING = "embed_tokens.weight"  # rows are looked up, not multiplied: never kept as FP8
 LOG = logging.getLogger(__name__)
 
 Problems = dict[str, list[str]]  # kind -> what is wrong
@@ -29,12 +32,13 @@ Problems = dict[str, list[str]]  # kind -> what is wrong
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a module, and how it is made."""
+    """One parameter of a module, and how it is made: what is read of each tensor, and what becomes of that."""
 
     name: str
     shape: Shape
     dtype: np.dtype
     recipe: Recipe
+    read: Callable[[Checkpoint, str], np.ndarray] = Checkpoint.read
 
     @property
     def nbytes(self) -> int:
@@ -58,8 +62,14 @@ class Plan:
 
     def make(self, parameter: Parameter) -> np.ndarray:
         """A parameter in its dtype; perhaps a read-only view of the mapped file."""
-        parts = (self.checkpoint.read(self.sources[name]) for name in parameter.recipe.tensors)
+        parts = (parameter.read(self.checkpoint, self.sources[name]) for name in parameter.recipe.tensors)
         return parameter.recipe.assemble(parts, parameter.shape, parameter.dtype)
+
+    def dequantised(self) -> list[str]:
+        """Parameters that are made of FP8 tensors and do not stay so."""
+        stored = self.checkpoint.quantised()
+        whole = (p for p in self.parameters if p.read is Checkpoint.read)
+        return [p.name for p in whole if any(self.sources.get(tensor) in stored for tensor in p.recipe.tensors)]
 
     def check(self) -> None:
         """Raise InputError, all problems in one line, if there are any."""
@@ -68,8 +78,8 @@ class Plan:
             raise InputError(f"{self.checkpoint.directory} does not fit {self.spec.module.__name__}: {what}")
 
 
-def load_network(checkpoint: Checkpoint, spec: NetworkSpec) -> Network:
-    """Fill a network from a checkpoint.
+def load_network(checkpoint: Checkpoint, spec: NetworkSpec, mesh: Mesh | None = None) -> Network:
+    """Fill a network from a checkpoint; on a mesh, every device gets its part of each weight.
 
     Weights are cast to the dtype the module declares for them (the model's, or float32 where Hugging Face computes in
     float32). Raises InputError listing all missing, unknown and misshaped tensors, those that hold no floating point
@@ -79,17 +89,22 @@ def load_network(checkpoint: Checkpoint, spec: NetworkSpec) -> Network:
     made.check()
     if left_out := skipped(checkpoint):
         LOG.info("%s: tensors left out: %s", checkpoint.directory, dict(left_out))
-    # jnp.array copies: a parameter outlives the mapped file
-    return Network(tuple(jnp.array(made.make(parameter)) for parameter in made.parameters), spec)
+    places = parallel.shardings(spec.parameters(), spec.config, mesh)
+    return Network(tuple(_on_device(made.make(one), places[one.name]) for one in made.parameters), spec, mesh)
+
+
+def _on_device(parameter: np.ndarray, place: jax.sharding.Sharding) -> jax.Array:
+    """A copy of a parameter, which outlives the mapped file; of each device's part only, where it is split."""
+    return jax.make_array_from_callback(parameter.shape, place, lambda part: np.array(parameter[part]))
 
 
 def plan(checkpoint: Checkpoint, spec: NetworkSpec) -> Plan:
     """Decide what is read for every parameter of a module; reads headers only (and a tied head)."""
-    wanted = parameters(spec)
+    wanted = spec.parameters()
     tied = "embed_tokens.weight" in wanted and "lm_head.weight" not in wanted
     sources, problems = _sources(checkpoint, tied)
     made = [
-        Parameter(name, leaf.shape, np.dtype(leaf.dtype), recipe(name, leaf.shape, spec.config, sources))
+        Parameter(name, leaf.shape, np.dtype(leaf.dtype), _recipe(name, wanted, spec, sources), _reader(name, spec))
         for name, leaf in wanted.items()
     ]
     needed = {tensor: shape for one in made for tensor, shape in one.recipe.tensors.items()}
@@ -102,11 +117,33 @@ def plan(checkpoint: Checkpoint, spec: NetworkSpec) -> Plan:
     return Plan(checkpoint, spec, tuple(made), sources, grouped(found))
 
 
-def parameters(spec: NetworkSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name -> shape and dtype of all parameters of a module, in the order of `Network.leaves`."""
-    _, state = spec.abstract()
-    # jax orders a state's leaves by path, and the flat state has the same order: that of `Network.leaves`
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+def keep_fp8(checkpoint: Checkpoint, spec: NetworkSpec) -> NetworkSpec:
+    """The spec in which weights stay FP8 where the tensors are and blocks stay whole (`Recipe.keeps_blocks`)."""
+    wanted, stored = spec.parameters(), checkpoint.quantised()
+    sources, _ = _sources(checkpoint, tied=False)
+
+    def keeps(name: str) -> bool:
+        made = _recipe(name, wanted, spec, sources)
+        quantised = name != EMBEDDING and all(sources.get(tensor) in stored for tensor in made.tensors)
+        return quantised and checkpoint.block is not None and made.keeps_blocks(wanted[name].shape, checkpoint.block)
+
+    names = tuple(name for name in wanted if keeps(name))
+    return replace(spec, fp8=Quantised(names, checkpoint.block)) if names and checkpoint.block else spec
+
+
+def _recipe(
+    name: str, wanted: Mapping[str, jax.ShapeDtypeStruct], spec: NetworkSpec, sources: Collection[str]
+) -> Recipe:
+    """A parameter's recipe; scales are put together as their weights are."""
+    whole = name.removesuffix(SUFFIX)
+    return recipe(whole, wanted[whole].shape, spec.config, sources)
+
+
+def _reader(name: str, spec: NetworkSpec) -> Callable[[Checkpoint, str], np.ndarray]:
+    """What a parameter takes of its tensors."""
+    if name.endswith(SUFFIX):
+        return Checkpoint.scales
+    return Checkpoint.stored if spec.fp8 and name in spec.fp8.names else Checkpoint.read
 
 
 def skipped(checkpoint: Checkpoint) -> Counter[str]:

@@ -87,6 +87,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on an accelerator"
     )
+    parser.add_argument("--keep-fp8", action="store_true", help="leave weights FP8 that are FP8 in the files")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="devices to split the model over (default 1)"
+    )
 
 
 def _add_decode_options(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +133,7 @@ def _add_info(commands: Any) -> None:
     )
     parser.add_argument("name", metavar="DIR|NAME", help="a Hugging Face directory, or a published target's name")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default %(default)s")
+    parser.add_argument("--keep-fp8", action="store_true", help="count weights as FP8 that are FP8 in the directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_info)
 
@@ -190,7 +195,7 @@ def run_info(arguments: argparse.Namespace) -> None:
     """The command `info`."""
     from ddtree_jax.info import describe
 
-    print(describe(arguments.name, arguments.dtype, arguments.json))
+    print(describe(arguments.name, arguments.dtype, arguments.json, arguments.keep_fp8))
 
 
 def load_model(arguments: argparse.Namespace) -> Any:
@@ -200,7 +205,13 @@ def load_model(arguments: argparse.Namespace) -> Any:
     from ddtree_jax.loading import load
 
     dtype = arguments.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    return load(arguments.target, arguments.drafter, dtype=dtype)
+    return load(
+        arguments.target,
+        arguments.drafter,
+        dtype=dtype,
+        keep_fp8=arguments.keep_fp8,
+        tensor_parallel=arguments.tensor_parallel,
+    )
 
 
 def decode_options(arguments: argparse.Namespace, method: str) -> dict[str, Any]:

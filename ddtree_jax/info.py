@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from convert.converted import RECORD, open_directory, with_fp8
 from ddtree_jax.config import LINEAR, TargetConfig
 from ddtree_jax.files import read_object
 from ddtree_jax.models import Target
 from ddtree_jax.models.network import NetworkSpec
+from ddtree_jax.models.quantised import Quantised
 from ddtree_jax.sizes import published
 
 CARDS_GB = (24, 80, 141)
@@ -35,10 +37,10 @@ class Memory:
         return max(int(room // (self.kv_per_token * sequences)), 0) if self.kv_per_token else 0
 
 
-def memory(config: TargetConfig, dtype: str = "bfloat16") -> Memory:
-    """Sizes by abstract evaluation of the network and its caches."""
+def memory(config: TargetConfig, dtype: str = "bfloat16", fp8: Quantised | None = None) -> Memory:
+    """Sizes by abstract evaluation of the network, with the weights in `fp8` as FP8, and its caches."""
     spec = NetworkSpec(Target, config, jnp.dtype(dtype))
-    leaves = jax.tree.leaves(spec.abstract()[1])
+    numbers, leaves = (jax.tree.leaves(s.abstract()[1]) for s in (spec, replace(spec, fp8=fp8)))
     attention, width = config.attention, jnp.dtype(dtype).itemsize
     full = sum(kind != LINEAR for kind in config.layer_types)
     state = 0
@@ -47,25 +49,27 @@ def memory(config: TargetConfig, dtype: str = "bfloat16") -> Memory:
         layer = 4 * d.num_value_heads * d.key_dim * d.value_dim + width * (d.conv_taps - 1) * d.channels
         state = layer * (config.num_layers - full)
     return Memory(
-        parameters=sum(leaf.size for leaf in leaves),
+        parameters=sum(leaf.size for leaf in numbers),
         weights=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
         kv_per_token=full * 2 * attention.num_kv_heads * attention.head_dim * width,
         state_per_sequence=state,
     )
 
 
-def describe(name: str, dtype: str, as_json: bool) -> str:
+def describe(name: str, dtype: str, as_json: bool, keep_fp8: bool = False) -> str:
     """The report on a checkpoint directory or a published name."""
     config = _config(name)
-    sizes = memory(config, dtype)
+    fp8 = _fp8(Path(name), config, keep_fp8)
+    sizes = memory(config, dtype, fp8)
     fits = {f"{card} GB": min(sizes.tokens_on(card), config.max_positions) for card in CARDS_GB}
     if as_json:
-        return json.dumps({"name": name, "dtype": dtype, **asdict(sizes), "context_that_fits": fits})
+        kept = len(fp8.names) if fp8 else 0
+        return json.dumps({"name": name, "dtype": dtype, "fp8": kept, **asdict(sizes), "context_that_fits": fits})
     lines = [
         f"{name}: {config.model_type}, {config.num_layers} layers "
         f"({sum(k == LINEAR for k in config.layer_types)} Gated DeltaNet), hidden {config.hidden_size}, {dtype}",
         f"parameters           {sizes.parameters / 1e9:12.3f} billion",
-        f"weights              {sizes.weights / GB:12.2f} GB",
+        f"weights              {sizes.weights / GB:12.2f} GB" + (f", {len(fp8.names)} of them FP8" if fp8 else ""),
         f"KV cache             {sizes.kv_per_token / 1024:12.1f} KiB a token",
         f"recurrent state      {sizes.state_per_sequence / 2**20:12.1f} MiB a sequence",
     ]
@@ -76,3 +80,10 @@ def describe(name: str, dtype: str, as_json: bool) -> str:
 def _config(name: str) -> TargetConfig:
     directory = Path(name)
     return TargetConfig.from_hf(read_object(directory / "config.json")) if directory.is_dir() else published(name)
+
+
+def _fp8(directory: Path, config: TargetConfig, keep: bool) -> Quantised | None:
+    """What is FP8 in a converted directory, or would stay so. A directory may hold no more than a config.json."""
+    if not (keep or (directory / RECORD).exists()):
+        return None
+    return with_fp8(open_directory(directory), NetworkSpec(Target, config, jnp.dtype("bfloat16")), keep).fp8

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from convert.converted import Source, open_directory, read_network
+from convert.converted import Source, open_directory, read_network, with_fp8
+from ddtree_jax import parallel
 from ddtree_jax._cache import enable_compile_cache
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
@@ -33,7 +34,13 @@ class Model:
     stop_ids: tuple[int, ...]
 
 
-def load(target: str | Path | None = None, drafter: str | Path | None = None, dtype: str = "bfloat16") -> Model:
+def load(
+    target: str | Path | None = None,
+    drafter: str | Path | None = None,
+    dtype: str = "bfloat16",
+    keep_fp8: bool = False,
+    tensor_parallel: int = 1,
+) -> Model:
     """Load a checkpoint directory of a target, and one of a DFlash drafter: Hugging Face's, or converted ones.
 
     Args:
@@ -41,9 +48,13 @@ def load(target: str | Path | None = None, drafter: str | Path | None = None, dt
         None: the demo pair.
       drafter: directory of the drafter; None loads the target alone, which then decodes with method "ar".
       dtype: "bfloat16" or "float32", of weights and activations; gates, decay and recurrent state are float32 in both.
+      keep_fp8: weights that are FP8 in a Hugging Face directory stay so in memory and are dequantised in each product,
+        one at a time. Converted directories keep what they were converted to, whatever this says.
+      tensor_parallel: devices to split weights and caches over; no device ever holds a whole model.
 
     Raises InputError with one line that lists what is wrong: missing or truncated files, unknown architectures, tensors
-    that do not fit, a drafter of another target. Whatever can be checked without the weights is checked before them.
+    that do not fit, a drafter of another target, nothing that could stay FP8. Whatever can be checked without the
+    weights is checked before them.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
@@ -51,13 +62,18 @@ def load(target: str | Path | None = None, drafter: str | Path | None = None, dt
         if drafter is not None:
             raise InputError("a drafter needs its target; without both, the demo pair is loaded")
         target, drafter = demo_directory("target"), demo_directory("drafter")
+    mesh = parallel.make_mesh(tensor_parallel) if tensor_parallel != 1 else None
     checkpoint = open_directory(target)
     spec = NetworkSpec(Target, TargetConfig.from_hf(checkpoint.config), jnp.dtype(dtype))
-    draft = None if drafter is None else _open_drafter(drafter, spec)
+    spec = with_fp8(checkpoint, spec, keep_fp8)
+    draft = None if drafter is None else _open_drafter(drafter, spec, keep_fp8)
+    if keep_fp8 and not (spec.fp8 or (draft and draft[1].fp8)):
+        raise InputError(f"{checkpoint.directory} has no FP8 weights that could be kept; load without keep_fp8")
     tokenizer = _tokenizer(checkpoint)
     stops = stop_ids(checkpoint.json("generation_config.json"), checkpoint.config, tokenizer)
     enable_compile_cache()
-    return Model(read_network(checkpoint, spec), read_network(*draft) if draft else None, tokenizer, stops)
+    drafter_network = read_network(*draft, mesh) if draft else None
+    return Model(read_network(checkpoint, spec, mesh), drafter_network, tokenizer, stops)
 
 
 def demo_directory(part: str) -> Path:
@@ -68,12 +84,12 @@ def demo_directory(part: str) -> Path:
     return directory
 
 
-def _open_drafter(directory: str | Path, target: NetworkSpec) -> tuple[Source, NetworkSpec]:
+def _open_drafter(directory: str | Path, target: NetworkSpec, keep_fp8: bool) -> tuple[Source, NetworkSpec]:
     """A drafter's checkpoint, checked against its target."""
     checkpoint = open_directory(directory)
     config = DrafterConfig.from_hf(checkpoint.config, checkpoint.names())
     config.check_against(target.config)
-    return checkpoint, NetworkSpec(Drafter, config, target.dtype)
+    return checkpoint, with_fp8(checkpoint, NetworkSpec(Drafter, config, target.dtype), keep_fp8)
 
 
 def _tokenizer(checkpoint: Source) -> Tokenizer | None:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from ddtree_jax.config import DrafterConfig, TargetConfig
@@ -58,9 +58,11 @@ def partition(name: str, shape: tuple[int, ...], config: TargetConfig | DrafterC
 
 
 def shardings(
-    shapes: dict[str, jax.ShapeDtypeStruct], config: TargetConfig | DrafterConfig, mesh: Mesh
-) -> dict[str, NamedSharding]:
-    """Where every parameter goes, by name."""
+    shapes: dict[str, jax.ShapeDtypeStruct], config: TargetConfig | DrafterConfig, mesh: Mesh | None
+) -> dict[str, Sharding]:
+    """Where every parameter goes, by name; without a mesh, to the first device."""
+    if mesh is None:
+        return dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
     return {n: NamedSharding(mesh, partition(n, leaf.shape, config, mesh.size)) for n, leaf in shapes.items()}
 
 
@@ -74,29 +76,29 @@ def split(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
 
 
 def over_experts(
-    function: Callable, rows: Shaped[Array, "M H"], sizes: Shaped[Array, " E"], weights: tuple[Array, ...]
+    function: Callable, rows: Shaped[Array, "M H"], sizes: Shaped[Array, " E"], weights: Any
 ) -> Shaped[Array, "M H"]:
-    """function(rows, sizes, *weights) of rows sorted by expert, on a mesh each device with its own experts' weights.
+    """function(rows, sizes, weights) of rows sorted by expert, on a mesh each device with its own experts' weights.
 
-    Rows are few (nodes times chosen experts) and weights are many: all devices have all rows, turned so that those of
-    their own experts come first; a row's result is the sum over devices, of which one has it.
+    weights: a pytree whose arrays all have the experts first. Rows are few (nodes times chosen experts) and weights are
+    many: all devices have all rows, turned so that those of their own experts come first; a row's result is the sum
+    over devices, of which one has it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or sizes.shape[0] % mesh.size:
-        return function(rows, sizes, *weights)
+        return function(rows, sizes, weights)
 
-    def own(rows, sizes, *weights):
-        count = weights[0].shape[0]
+    def own(rows, sizes, weights):
+        count = jax.tree.leaves(weights)[0].shape[0]
         first = jax.lax.axis_index(AXIS) * count
         begin = jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0))
         mine = jax.lax.dynamic_slice_in_dim(sizes, first, count)
-        made = function(jnp.roll(rows, -begin, axis=0), mine, *weights)
+        made = function(jnp.roll(rows, -begin, axis=0), mine, weights)
         there = (jnp.arange(len(rows)) < jnp.sum(mine))[:, None]
         return jax.lax.psum(jnp.roll(jnp.where(there, made, 0), begin, axis=0), AXIS)
 
     whole, by_expert = PartitionSpec(), PartitionSpec(AXIS)
-    spread = jax.shard_map(own, in_specs=(whole, whole, *[by_expert] * len(weights)), out_specs=whole)
-    return spread(rows, sizes, *weights)
+    return jax.shard_map(own, in_specs=(whole, whole, by_expert), out_specs=whole)(rows, sizes, weights)
 
 
 def replicate(tree: Any) -> Any:

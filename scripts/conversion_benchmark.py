@@ -21,7 +21,6 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from convert.recipes import recipe
-from convert.weights import parameters
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models import Target
 from ddtree_jax.models.network import NetworkSpec
@@ -45,12 +44,13 @@ import json, resource, sys, time
 started = time.perf_counter()
 from convert.conversion import convert, make_job
 job = make_job(sys.argv[1], sys.argv[2], "bfloat16")
-ready = time.perf_counter()
+ready, cpu = time.perf_counter(), time.process_time()
 convert(job)
-done = time.perf_counter()
+done, cpu = time.perf_counter(), time.process_time() - cpu
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 largest = max(parameter.nbytes for parameter in job.plan.parameters)
-print(json.dumps({"seconds": done - ready, "import_seconds": ready - started, "peak": peak, "largest": largest}))
+seconds = {"seconds": done - ready, "cpu_seconds": cpu, "import_seconds": ready - started}
+print(json.dumps(seconds | {"peak": peak, "largest": largest}))
 """
 
 
@@ -63,24 +63,22 @@ def measure(gigabytes: float, repeats: int, directory: str | None) -> dict[str, 
         for _ in tqdm(range(repeats), desc="turns", disable=None, leave=False):
             copies.append(copy(source, target))
             conversions.append(convert(source, target))
-    copied = statistics.median(copies)
-    seconds = statistics.median(run["seconds"] for run in conversions)
-    peak, largest = max(run["peak"] for run in conversions), conversions[0]["largest"]
-    return {
-        "cp and fsync": row(copied, min(copies), nbytes, copied, 0, 0),
-        "convert": row(seconds, min(run["seconds"] for run in conversions), nbytes, copied, peak, peak - largest),
-    }
+    copied = statistics.median(run["seconds"] for run in copies)
+    return {"cp and fsync": row(copies, nbytes, copied), "convert": row(conversions, nbytes, copied)}
 
 
-def row(seconds: float, least: float, nbytes: int, copied: float, peak: float, above: float) -> dict[str, float]:
-    """One row; `above` is peak memory beyond the largest tensor."""
+def row(runs: list[dict[str, float]], nbytes: int, copied: float) -> dict[str, float]:
+    """One row: medians, and the highest peak memory, by itself and beyond the largest tensor."""
+    seconds = [run["seconds"] for run in runs]
+    middle, peak = statistics.median(seconds), max(run["peak"] for run in runs)
     return {
-        "median_s": round(seconds, 2),
-        "min_s": round(least, 2),
-        "gb_per_s": round(nbytes / seconds / 1e9, 2),
-        "against_cp": round(seconds / copied, 2),
+        "median_s": round(middle, 2),
+        "min_s": round(min(seconds), 2),
+        "cpu_s": round(statistics.median(run["cpu_seconds"] for run in runs), 2),
+        "gb_per_s": round(nbytes / middle / 1e9, 2),
+        "against_cp": round(middle / copied, 2),
         "peak_gb": round(peak / 1e9, 2),
-        "above_largest_gb": round(above / 1e9, 2),
+        "above_largest_gb": round((peak - runs[0]["largest"]) / 1e9, 2),
     }
 
 
@@ -116,15 +114,15 @@ def write_shard(directory: Path, tensors: dict[str, np.ndarray]) -> dict[str, st
     return dict.fromkeys(tensors, name)
 
 
-def copy(source: Path, target: Path) -> float:
-    """Seconds of `cp` and fsync; the copy is removed."""
+def copy(source: Path, target: Path) -> dict[str, float]:
+    """What `cp` and fsync took; the copy is removed."""
     sync(source)
-    started = time.perf_counter()
+    before, started = os.times(), time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
     sync(target)
-    seconds = time.perf_counter() - started
+    seconds, after = time.perf_counter() - started, os.times()
     shutil.rmtree(target)
-    return seconds
+    return {"seconds": seconds, "cpu_seconds": sum(after[:4]) - sum(before[:4]), "peak": 0, "largest": 0}
 
 
 def sync(directory: Path) -> None:

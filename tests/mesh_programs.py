@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
+from hf_directory import write_pair
 from tiny import DENSE, DRAFTER, HYBRID, tiny_drafter, tiny_target
 
-from ddtree_jax import generate, parallel
+from convert.conversion import convert, make_job
+from ddtree_jax import generate, load, parallel
 from ddtree_jax.config import FULL, LINEAR, AttentionConfig, DeltaConfig, MoeConfig, RopeConfig, TargetConfig
 from ddtree_jax.decode import loop
 from ddtree_jax.generation import Options, make_request
@@ -71,6 +75,22 @@ def tokens() -> dict[str, bool]:
     return same
 
 
+def loaded() -> dict[str, bool]:
+    """Whether directories load onto two devices as they load onto one: the same texts, and nothing whole but norms."""
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        write_pair(home)
+        convert(make_job(home / "target", home / "converted", "float32"))
+        plain = texts(load(home / "target", home / "drafter", dtype="float32"))
+        same = {}
+        for kind in ("target", "converted"):
+            model = load(home / kind, home / "drafter", dtype="float32", tensor_parallel=2)
+            same[kind] = texts(model) == plain
+            wide = [x for x in model.target.leaves if x.size > 3000]
+            same[kind + " split"] = not any(x.sharding.is_fully_replicated for x in wide)
+        return same
+
+
 def layout() -> dict[str, object]:
     """Of the wide pair on eight devices after two dispatches: which leaves are split, and what a device holds."""
     model = placed(pair(CONFIGS["wide"]), 8)
@@ -105,4 +125,4 @@ def alone() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({f.__name__: f for f in (tokens, layout, process, alone)}[sys.argv[1]]()))
+    print(json.dumps({f.__name__: f for f in (tokens, loaded, layout, process, alone)}[sys.argv[1]]()))

@@ -13,7 +13,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from convert.recipes import recipe
-from convert.weights import parameters
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models import Target
 from ddtree_jax.models.network import NetworkSpec
@@ -51,7 +50,7 @@ NEXT = MOE | HYBRID | {"model_type": "qwen3_next", "shared_expert_intermediate_s
 def random_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
     """Float32 tensors by their names on disk, one an expert."""
     spec = NetworkSpec(Target, TargetConfig.from_hf(config), jnp.dtype("float32"))
-    made = [recipe(name, leaf.shape, spec.config, ()) for name, leaf in parameters(spec).items()]
+    made = [recipe(name, leaf.shape, spec.config, ()) for name, leaf in spec.parameters().items()]
     rng = np.random.default_rng(seed)
     return {
         name if name == "lm_head.weight" else f"model.{name}": (0.2 * rng.standard_normal(shape)).astype(np.float32)

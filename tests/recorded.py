@@ -1,20 +1,16 @@
-"""Recorded truth: reading it, and running the library round by round beside it."""
+"""Recorded truth: reading it, and comparing rounds with it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from ddtree_jax.decode.loop import prefill, trace_round
-from ddtree_jax.decode.round import RoundTrace
-from ddtree_jax.decode.state import DecodeState
-from ddtree_jax.generation import Options, make_request
-from ddtree_jax.loading import Model
+from convert.replay import Round
 from ddtree_jax.models.network import Network
 
 
@@ -39,54 +35,6 @@ def named_parameters(network: Network) -> dict[str, jax.Array]:
     _, state = network.spec.abstract()
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     return dict(zip(names, network.leaves, strict=True))
-
-
-class Round(NamedTuple):
-    """What one row saw in one round: the nodes of its tree (root first, pads left out), and where the walk went.
-
-    path: accepted nodes. choices: the target's token after each of them, as the walk found it.
-    """
-
-    start: int
-    tokens: np.ndarray
-    parents: np.ndarray
-    depths: np.ndarray
-    scores: np.ndarray
-    logits: np.ndarray
-    draft_logits: np.ndarray | None
-    path: np.ndarray
-    choices: np.ndarray
-
-
-def trace(model: Model, prompts: list[list[int]], **options: Any) -> tuple[list[list[Round]], DecodeState]:
-    """Decode greedily with the options of `generate`, one dispatch a round: every row's rounds, and the last state."""
-    request = make_request(model, prompts, Options(**options))
-    drafter = model.drafter if request.config.budget else None
-    state, _ = prefill(model.target, drafter, request)
-    rounds: list[list[Round]] = [[] for _ in prompts]
-    while not (done := np.asarray(state.progress.done)).all():
-        starts = np.asarray(state.length)
-        state, seen = trace_round(model.target, drafter, state, config=request.config)
-        seen = jax.tree.map(np.asarray, seen)
-        for row in np.flatnonzero(~done):
-            rounds[row].append(_read_round(seen, row, int(starts[row])))
-    return rounds, state
-
-
-def _read_round(seen: RoundTrace, row: int, start: int) -> Round:
-    tree, walk = seen.tree, seen.walk
-    real, kept = tree.valid[row], walk.count[row]
-    return Round(
-        start,
-        tree.token[row][real],
-        tree.parent[row][real],
-        tree.depth[row][real],
-        tree.score[row][real],
-        seen.logits[row][real],
-        None if seen.draft_logits is None else seen.draft_logits[row],
-        walk.path[row][:kept],
-        walk.tokens[row][:kept],
-    )
 
 
 def rounds_needed(lengths: list[int], new_tokens: int) -> list[int]:

@@ -47,6 +47,12 @@ def test_eight_devices_choose_the_tokens_of_one(root: Path):
 
 
 @pytest.mark.slow
+def test_both_kinds_of_directory_load_onto_two_devices(root: Path):
+    found = said(start(root, 2, "loaded"))
+    assert found == {"target": True, "target split": True, "converted": True, "converted split": True}
+
+
+@pytest.mark.slow
 def test_weights_and_caches_stay_split(root: Path):
     """A device holds an eighth of every matrix and of the caches, also after rounds; the report is whole everywhere."""
     found = said(start(root, 8, "layout"))

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import Llama3Scaling, RopeConfig, YarnScaling
+from ddtree_jax.models.quantised import operands
 
 INIT_STD = 0.02
 
@@ -38,13 +39,15 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Para
 
 
 class Linear(nnx.Module):
-    """A linear map without bias; the weight is [out, in] as on disk, which is also the faster layout on a CPU."""
+    """A linear map without bias; the weight is [out, in] as on disk, which is also the faster layout on a CPU, in the
+    network's dtype or FP8 (`quantised.py`).
+    """
 
     def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.weight = normal(rngs, (outputs, inputs), dtype)
 
-    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
-        return linear(x, self.weight[...])
+    def __call__(self, x: Float[Array, "*batch i"], out_dtype: DTypeLike | None = None) -> Float[Array, "*batch o"]:
+        return linear(*operands(self, "weight", x), out_dtype)
 
 
 class Embedding(nnx.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import MoeConfig
 from ddtree_jax.models.layers import Linear, SwiGLU, normal
+from ddtree_jax.models.quantised import operands
 from ddtree_jax.ops.grouped_matmul import grouped_matmul
 from ddtree_jax.parallel import over_experts
 
@@ -20,15 +23,22 @@ class Experts(nnx.Module):
         self.gate_up_proj = normal(rngs, (experts, 2 * inner, hidden), dtype)
         self.down_proj = normal(rngs, (experts, hidden, inner), dtype)
 
-    def __call__(self, rows: Float[Array, "M H"], sizes: Int[Array, " E"]) -> Float[Array, "M H"]:
-        """Rows sorted by expert, sizes[e] of them for expert e. On a mesh, every device computes its own experts."""
-        weights = self.gate_up_proj[...], self.down_proj[...]
-        return over_experts(_swiglu, rows, sizes, weights)
+    def __call__(self, rows: Float[Array, "M H"], sizes: Int[Array, " E"], largest: int) -> Float[Array, "M H"]:
+        """Rows sorted by expert, sizes[e] of them, at most `largest`, for expert e. On a mesh every device computes its
+        own experts.
+        """
+        graph, weights = nnx.split(self)
 
+        def own(rows, sizes, weights):
+            module: Any = nnx.merge(graph, weights)
+            return module.products(rows, sizes, largest)
 
-def _swiglu(rows, sizes, gate_up, down):
-    gate, up = jnp.split(grouped_matmul(rows, gate_up, sizes), 2, axis=-1)
-    return grouped_matmul(jax.nn.silu(gate) * up, down, sizes)
+        return over_experts(own, rows, sizes, weights)
+
+    def products(self, rows: Float[Array, "M H"], sizes: Int[Array, " E"], largest: int) -> Float[Array, "M H"]:
+        """The same on one device."""
+        gate, up = jnp.split(grouped_matmul(*operands(self, "gate_up_proj", rows), sizes, largest=largest), 2, axis=-1)
+        return grouped_matmul(*operands(self, "down_proj", jax.nn.silu(gate) * up), sizes, largest=largest)
 
 
 class SparseMoe(nnx.Module):
@@ -63,6 +73,6 @@ class SparseMoe(nnx.Module):
         chosen = expert.reshape(-1)
         order = jnp.argsort(chosen, stable=True)
         sizes = jnp.zeros(self.config.num_experts, jnp.int32).at[chosen].add(1)
-        made = self.experts(rows[order // self.config.top_k], sizes)
+        made = self.experts(rows[order // self.config.top_k], sizes, largest=rows.shape[0])
         back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
         return jnp.einsum("mk,mkh->mh", weight, back.reshape(*expert.shape, -1))

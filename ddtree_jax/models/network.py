@@ -12,17 +12,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ddtree_jax import parallel
+from ddtree_jax.models.quantised import Quantised, quantise
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """What a network is, apart from its weights: module class, configuration, dtype. Hashable, so it is jit's static
-    key.
+    """What a network is, apart from its weights: module class, configuration, dtype, and which weights stay FP8.
+
+    Hashable, so it is jit's static key.
     """
 
     module: type[Any]
     config: Any
     dtype: jnp.dtype
+    fp8: Quantised | None = None
 
     def abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
         """Structure and abstract parameters; nothing is allocated, and each spec is traced once a process."""
@@ -42,7 +45,13 @@ class NetworkSpec:
 
 @cache
 def _abstract(spec: NetworkSpec) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: spec.module(spec.config, rngs=nnx.Rngs(0), dtype=spec.dtype)))
+    def build() -> nnx.Module:
+        module = spec.module(spec.config, rngs=nnx.Rngs(0), dtype=spec.dtype)
+        if spec.fp8:
+            quantise(module, spec.fp8)
+        return module
+
+    return nnx.split(nnx.eval_shape(build))
 
 
 @jax.tree_util.register_dataclass

@@ -129,8 +129,9 @@ class Target(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch H"]) -> Float[Array, "*batch V"]:
         """float32 logits of hidden states that went through a final norm (the target's own, or the drafter's)."""
-        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return linear(hidden, head.weight[...], jnp.float32)
+        if self.config.tie_word_embeddings:
+            return linear(hidden, self.embed_tokens.weight[...], jnp.float32)
+        return self.lm_head(hidden, jnp.float32)
 
     def init_caches(self, batch: int, capacity: int) -> tuple[Cache, ...]:
         """Empty caches of `capacity` slots, one a layer."""

@@ -29,6 +29,7 @@ from convert.progress import open_progress
 from convert.weights import Parameter, Plan
 from ddtree_jax import cli
 from ddtree_jax.errors import InputError
+from ddtree_jax.info import describe, memory
 from ddtree_jax.models.network import Network
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
@@ -110,10 +111,35 @@ def test_a_bfloat16_conversion_is_widened(tmp_path: Path):
 def test_fp8_is_dequantised_by_conversion(tmp_path: Path):
     stored, twin = quantised(random_tensors(NEXT), lambda name: "_proj" in name and "in_proj_ba" not in name)
     job = make_job(write(tmp_path / "a", NEXT | FP8, stored), tmp_path / "b", "bfloat16")
-    assert "tensors are FP8 in the checkpoint and are dequantised" in command.table(job)
+    assert "parameters are FP8 in the checkpoint and are dequantised: " in command.table(job)
     convert(job)
     ours = ddtree_jax.load(tmp_path / "b", dtype="bfloat16").target
     assert_same(ours, ddtree_jax.load(write(tmp_path / "c", NEXT, twin), dtype="bfloat16").target)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_may_stay_fp8(tmp_path: Path, dtype: str):
+    stored, _ = quantised(random_tensors(NEXT), lambda name: "_proj" in name and "in_proj_ba" not in name)
+    source, destination = write(tmp_path / "a", NEXT | FP8, stored), tmp_path / "b"
+    job = make_job(source, destination, dtype, fp8=True)
+    table = command.table(job)
+    assert "13 parameters stay FP8: 0.000 GB with their scales" in table
+    assert "are dequantised: layers.*.linear_attn.in_proj_qkv.weight, layers.*.linear_attn.in_proj_z.weight" in table
+    assert "out_proj.weight" in table and "float8_e4m3fn" in table
+    convert(job, verify=True)
+    ours = ddtree_jax.load(destination, dtype=dtype)
+    assert ours.target.spec.fp8 and len(ours.target.spec.fp8.names) == 13
+    assert_same(ours.target, ddtree_jax.load(source, dtype=dtype, keep_fp8=True).target)
+    assert memory(ours.target.config, dtype, ours.target.spec.fp8).weights == sum(x.nbytes for x in ours.target.leaves)
+    for directory, keep in ((destination, False), (source, True)):
+        assert ", 13 of them FP8" in describe(str(directory), dtype, as_json=False, keep_fp8=keep)
+    record = json.loads((destination / "conversion.json").read_text())
+    assert record["fp8"]["block"] == [16, 16] and record["dequantised"] == 4
+
+
+def test_what_has_no_fp8_cannot_keep_it(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert command.main([str(source), str(tmp_path / "b"), "--keep-fp8"]) == 2
+    assert "has no FP8 weights that could be kept; convert without --keep-fp8" in capsys.readouterr().err
 
 
 def test_a_drafter_converts_too(tmp_path: Path, golden: Callable[[str], Path]):
@@ -390,6 +416,11 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty record": (lambda d: (d / "conversion.json").write_text("{}"), "format None is not 1; convert again"),
     "cut record": (lambda d: (d / "conversion.json").write_text("{"), "cannot be read as JSON"),
     "other record": (lambda d: edit_record(d, lambda r: r.update(parameters=[1])), "conversion.json is damaged"),
+    "odd FP8": (lambda d: edit_record(d, lambda r: r.update(fp8={"block": [0, 1]})), "conversion.json is damaged"),
+    "unknown FP8": (
+        lambda d: edit_record(d, lambda r: r.update(fp8={"block": [1, 1], "parameters": ["x"]})),
+        "conversion.json is damaged",
+    ),
     "newer record": (lambda d: edit_record(d, lambda r: r.update(format=2)), "format 2 is not 1"),
     "other shape": (
         lambda d: edit_record(d, lambda r: r["parameters"]["norm.weight"].update(shape=[4])),

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -10,13 +11,15 @@ import pytest
 from random_checkpoint import DENSE, HYBRID, MOE, NEXT, Tensors, quantised, random_tensors, write
 from recorded import named_parameters
 
+import ddtree_jax
 from convert.checkpoint import Checkpoint
-from convert.fp8 import dequantise, scale_shape
-from convert.weights import load_network, plan
+from convert.fp8 import dequantise
+from convert.weights import keep_fp8, load_network, plan
 from ddtree_jax.config import TargetConfig, quantised_block
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Target
 from ddtree_jax.models.network import Network, NetworkSpec
+from ddtree_jax.models.quantised import scale_shape
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}}
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -109,6 +112,101 @@ def test_scales_are_no_tensors_of_their_own(tmp_path: Path):
     assert name in checkpoint.quantised() and "lm_head.weight" not in checkpoint.quantised()
     assert checkpoint.dtype(name) == checkpoint.read(name).dtype == np.float32
     assert checkpoint.shape(name) == checkpoint.read(name).shape == (56, 40)
+
+
+# ---- kept as FP8 -----------------------------------------------------------------------------------------------------
+
+
+def as_fp8(directory: Path, dtype: str = "float32") -> Network:
+    """Loaded with everything FP8 that can stay so."""
+    checkpoint = Checkpoint(directory)
+    spec = NetworkSpec(Target, TargetConfig.from_hf(checkpoint.config), jnp.dtype(dtype))
+    return load_network(checkpoint, keep_fp8(checkpoint, spec))
+
+
+def kept(network: Network) -> set[str]:
+    return set(network.spec.fp8.names) if network.spec.fp8 else set()
+
+
+@jax.jit
+def logits(network: Network) -> jax.Array:
+    module = network.module()
+    return module.logits(module(jnp.arange(12)[None])[0])
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE, HYBRID, NEXT], ids=["dense", "moe", "hybrid", "next"])
+def test_kept_weights_give_the_logits_of_dequantised_ones(tmp_path: Path, config: dict[str, Any]):
+    directory = write(tmp_path, config | FP8, quantised(random_tensors(config), published)[0])
+    for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2e-2)):
+        ours, theirs = as_fp8(directory, dtype), load(directory, dtype)
+        np.testing.assert_allclose(logits(ours), logits(theirs), rtol=0, atol=tolerance)
+        assert sum(x.nbytes for x in ours.leaves) < sum(x.nbytes for x in theirs.leaves)
+
+
+def test_kept_weights_are_the_bytes_of_the_file(tmp_path: Path):
+    stored = quantised(random_tensors(HYBRID), published)[0]
+    made = named_parameters(as_fp8(write(tmp_path, HYBRID | FP8, stored)))
+    for name in ("layers.0.linear_attn.in_proj_qkv.weight", "layers.1.self_attn.o_proj.weight"):
+        assert made[name].dtype == FLOAT8 and np.asarray(made[name]).tobytes() == stored["model." + name].tobytes()
+        scale = np.asarray(made[name + "_scale_inv"])
+        np.testing.assert_array_equal(scale, stored[f"model.{name}_scale_inv"].astype(np.float32))
+
+
+def test_experts_are_stacked_with_their_scales_where_no_block_spans_two(tmp_path: Path):
+    """Gate and up projections of 32 rows fill blocks of 16; those of 24 rows do not, and are dequantised."""
+    names = {f"layers.{layer}.mlp.experts." + part for layer in (0, 1) for part in ("gate_up_proj", "down_proj")}
+    fits, not_so = MOE | {"moe_intermediate_size": 32}, MOE
+    for directory, config, expected in ((tmp_path / "a", fits, names), (tmp_path / "b", not_so, {*_downs(names)})):
+        write(directory, config | FP8, quantised(random_tensors(config), published)[0])
+        ours = as_fp8(directory)
+        assert {name for name in kept(ours) if "experts" in name} == expected
+        np.testing.assert_allclose(logits(ours), logits(load(directory)), rtol=0, atol=1e-6)
+    scale = named_parameters(as_fp8(tmp_path / "a"))["layers.1.mlp.experts.gate_up_proj_scale_inv"]
+    stored = quantised(random_tensors(fits), published)[0]
+    np.testing.assert_array_equal(
+        scale[2, 2:], stored["model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"].astype(np.float32)
+    )
+
+
+def _downs(names: set[str]) -> set[str]:
+    return {name for name in names if "down" in name}
+
+
+def test_half_of_a_layer_may_be_kept(tmp_path: Path):
+    """cases.md A4; an embedding is looked up, not multiplied, and a head is like any other projection."""
+    chosen = ("in_proj_qkv", "in_proj_a", "embed_tokens", "lm_head")
+    stored, _ = quantised(random_tensors(HYBRID), lambda name: any(f"{part}.weight" in name for part in chosen))
+    ours = as_fp8(write(tmp_path, HYBRID | FP8, stored))
+    mixer = "layers.0.linear_attn."
+    assert kept(ours) == {mixer + "in_proj_qkv.weight", mixer + "in_proj_a.weight", "lm_head.weight"}
+    np.testing.assert_allclose(logits(ours), logits(load(tmp_path)), rtol=0, atol=1e-6)
+
+
+def test_packed_projections_are_dequantised_all_the_same(tmp_path: Path):
+    write(tmp_path, NEXT | FP8, quantised(random_tensors(NEXT), published)[0])
+    checkpoint = Checkpoint(tmp_path)
+    spec = keep_fp8(checkpoint, NetworkSpec(Target, TargetConfig.from_hf(NEXT), jnp.dtype("float32")))
+    mixer = "layers.0.linear_attn."
+    assert spec.fp8 and mixer + "out_proj.weight" in spec.fp8.names
+    assert {name for name in plan(checkpoint, spec).dequantised() if "linear_attn" in name} == {
+        mixer + "in_proj_qkv.weight",
+        mixer + "in_proj_z.weight",
+    }
+
+
+def test_the_same_tokens_whatever_is_kept(tmp_path: Path):
+    directory = write(tmp_path, HYBRID | FP8, quantised(random_tensors(HYBRID), published)[0])
+    options: dict[str, Any] = dict(prompt_ids=[[1, 2, 3], [7, 5]], method="ar", max_new_tokens=12, stop_ids=[])
+    ours, theirs = (ddtree_jax.load(directory, dtype="float32", keep_fp8=keep) for keep in (True, False))
+    assert ours.target.spec.fp8 and not theirs.target.spec.fp8
+    for one, other in zip(ddtree_jax.generate(ours, **options), ddtree_jax.generate(theirs, **options), strict=True):
+        assert one.output_ids == other.output_ids and one.completion_tokens == 12
+
+
+def test_keeping_needs_something_to_keep(tmp_path: Path):
+    write(tmp_path, DENSE, random_tensors(DENSE))
+    with pytest.raises(InputError, match="has no FP8 weights that could be kept; load without keep_fp8"):
+        ddtree_jax.load(tmp_path, keep_fp8=True)
 
 
 # ---- what cannot be read ---------------------------------------------------------------------------------------------

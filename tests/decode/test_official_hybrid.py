@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recorded import Round, check_tree, read_arrays, read_prompts, rounds_needed, trace
+from recorded import check_tree, read_arrays, read_prompts, rounds_needed
 
 import ddtree_jax
+from convert.replay import Round, replay
 
 NEW = 64
 ATOL = 5e-4
@@ -67,7 +68,7 @@ def test_generate(model, runs, options):
 def test_rounds(model, runs, arrays, budget):
     """Output and every round; all logits where they were recorded."""
     prompts = [run["prompt"] for run in runs]
-    traces, state = trace(model, prompts, method="ddtree", tree_budget=budget, max_new_tokens=NEW)
+    traces, state = replay(model, prompts, keep_logits=True, method="ddtree", tree_budget=budget, max_new_tokens=NEW)
     exact = []
     for p, (run, rounds) in enumerate(zip(runs, traces, strict=True)):
         found = run["ddtree"][str(budget)]
@@ -84,7 +85,7 @@ def check_round(one: Round, recorded: dict, arrays: dict, name: str) -> bool:
     assert ends == (recorded["start"], recorded["root"], recorded["next"]), name
     np.testing.assert_allclose(np.sort(one.scores[1:]), np.sort(recorded["logw"]), atol=ATOL, err_msg=name)
     exact = check_tree(one, recorded["tokens"], recorded["parents"], recorded["depths"], name)
-    assert not exact or one.path.tolist() == recorded["accepted"], name
+    assert not exact or one.path == recorded["accepted"], name
     if f"{name}_node_logits" in arrays:
         assert exact, name
         np.testing.assert_allclose(one.logits, arrays[f"{name}_node_logits"], atol=ATOL, err_msg=name)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recorded import Round, check_tree, read_arrays, read_prompts, rounds_needed, trace
+from recorded import check_tree, read_arrays, read_prompts, rounds_needed
 
 import ddtree_jax
+from convert.replay import Round, replay
 from ddtree_jax.decode.loop import prefill
 from ddtree_jax.decode.state import DecodeState
 from ddtree_jax.generation import Options, make_request
@@ -94,7 +95,7 @@ def test_generate(model, runs, options):
 def test_rounds(model, runs, arrays, budget):
     """Output, and every round's tree and accepted nodes; the drafter's logits where they were recorded."""
     options = dict(method="ddtree", tree_budget=budget)
-    traces, state = trace(model, [run["prompt"] for run in runs], max_new_tokens=NEW, **options)
+    traces, state = replay(model, [run["prompt"] for run in runs], max_new_tokens=NEW, keep_logits=True, **options)
     exact = []
     for p, (run, rounds) in enumerate(zip(runs, traces, strict=True)):
         output, lengths = recorded_run(run, options)
@@ -113,7 +114,7 @@ def check_round(one: Round, recorded: dict, arrays: dict, name: str) -> bool:
         np.testing.assert_allclose(one.draft_logits, arrays[f"{name}_draft_logits"], atol=1e-4, err_msg=name)
     tree = recorded["tree"]
     exact = check_tree(one, tree["node_token_ids"], tree["parents"][1:], tree["node_depths"], name)
-    assert not exact or one.path.tolist() == recorded["accepted_indices"], name
+    assert not exact or one.path == recorded["accepted_indices"], name
     return exact
 
 

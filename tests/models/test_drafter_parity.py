@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recorded import arrays_beside, named_parameters, trace
+from recorded import arrays_beside, named_parameters
 
 import ddtree_jax
+from convert.replay import replay
 from ddtree_jax.config import BlockRule
 from ddtree_jax.decode import loop
 from ddtree_jax.decode.round import propose
@@ -128,12 +129,13 @@ def check_caches(caches: tuple[KVCache, ...], step: Step, length: int, atol: flo
 def test_trace(case, step):
     """The recorded loop, round by round; afterwards the context that was written piece by piece is that of one go."""
     prompt = case.recorded["prompt_ids"].tolist()
-    (rounds,), state = trace(case.model, [prompt], method="dflash", max_new_tokens=NEW, cap_block=True)
+    options = dict(method="dflash", max_new_tokens=NEW, cap_block=True)
+    (rounds,), state = replay(case.model, [prompt], keep_logits=True, **options)
     assert len(rounds) == len(case.recorded["trace"])
     for ours, row in zip(rounds, case.recorded["trace"], strict=True):
         n, block, target = len(ours.tokens), row[3 : 4 + HORIZON], row[4 + HORIZON :]
         assert [ours.start, n, len(ours.path) - 1] == row[:3].tolist()
-        assert ours.tokens.tolist() == block[:n].tolist() and (block[n:] == -1).all()
+        assert ours.tokens == block[:n].tolist() and (block[n:] == -1).all()
         assert ours.logits.argmax(-1).tolist() == target[:n].tolist()
     assert np.asarray(state.progress.tokens)[0, :NEW].tolist() == case.recorded["spec_ids"].tolist()
     assert int(state.length[0]) == SIZE - 1
