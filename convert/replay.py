@@ -20,8 +20,8 @@ class Round:
     """One row's tree (root first, pads left out) and walk in one round.
 
     path: accepted nodes, the root's 0 first. draft_logits [L, V]: the marginals the tree was built from, None where
-    nothing is drafted and where a selector scores pairs of tokens. start: the root's position. scores [N]: of the nodes. choices: the target's token after each accepted node.
-    logits [N, V]: the target's, None unless asked for.
+    nothing is drafted and where a selector scores pairs of tokens. start: the root's position. scores [N]: of the
+    nodes. choices: the target's token after each accepted node. logits [N, V]: the target's, None unless asked for.
     """
 
     tokens: list[int]
