@@ -93,7 +93,17 @@ def prefill_chunk(
     write of a cache after its reads, and XLA would then copy it (in a round the walk stands between the two).
     """
     last, made, features = read_chunk(target, drafter, state, last, ids, lengths, start)
-    return write_chunk(target, drafter, state, made, features, lengths, start), last
+    state, rows = take_delta(state, made)
+    return write_chunk(target, drafter, state, rows, features, lengths, start), last
+
+
+def take_delta(state: DecodeState, made: list[KVRows | DeltaCache]) -> tuple[DecodeState, list[KVRows | None]]:
+    """Put in the new delta caches, buffers as they are, and leave the rows that are still to be written.
+
+    Given to `write_chunk` beside the state they would be copied.
+    """
+    caches = tuple(m if isinstance(m, DeltaCache) else c for c, m in zip(state.caches, made, strict=True))
+    return dataclasses.replace(state, caches=caches), [None if isinstance(m, DeltaCache) else m for m in made]
 
 
 @jax.jit
@@ -123,7 +133,7 @@ def write_chunk(
     target: Network,
     drafter: Network | None,
     state: DecodeState,
-    made: list[KVRows | DeltaCache],
+    rows: list[KVRows | None],
     features: Float[Array, "B T features"],
     lengths: Int[Array, " B"],
     start: Int[Array, ""],
@@ -132,7 +142,7 @@ def write_chunk(
     offset = jnp.full_like(state.length, start)
     return dataclasses.replace(
         state,
-        caches=module(target).extend(state.caches, made, offset),
+        caches=module(target).extend(state.caches, rows, offset),
         draft_caches=extend_context(module(drafter), state.draft_caches, features, offset),
         length=jnp.clip(lengths, 0, start + features.shape[1]),
     )

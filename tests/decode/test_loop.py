@@ -128,8 +128,9 @@ def test_prefill_copies_no_cache():
     kv = [c for c in caches_of(state) if isinstance(c, KVCache)]
     assert read.compile().memory_analysis().temp_size_in_bytes < 0.3 * size_of(kv[0].k)
     _, made, features = jax.eval_shape(loop.read_chunk, target, drafter, state, last, ids, lengths, begin)
-    write = loop.write_chunk.lower(target, drafter, state, made, features, lengths, begin)
-    check_in_place(write.compile(), kv)
+    state, rows = loop.take_delta(state, made)
+    write = loop.write_chunk.lower(target, drafter, state, rows, features, lengths, begin)
+    check_in_place(write.compile(), caches_of(state))
 
 
 def test_a_donated_state_is_gone():
