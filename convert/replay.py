@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from ddtree_jax.decode.loop import prefill, trace_round
-from ddtree_jax.decode.round import RoundTrace
 from ddtree_jax.decode.state import DecodeState
 from ddtree_jax.generation import Options, make_request
 from ddtree_jax.loading import Model
@@ -65,8 +64,8 @@ def outputs(state: DecodeState) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(tokens, produced, strict=True)]
 
 
-def _round_of(seen: RoundTrace, start: int) -> Round:
-    """From one row's part of what a round saw."""
+def _round_of(seen: Any, start: int) -> Round:
+    """From one row's part of what a round saw: a RoundTrace of NumPy arrays."""
     tree, walk, real = seen.tree, seen.walk, seen.tree.valid
     return Round(
         *(x[real].tolist() for x in (tree.token, tree.parent, tree.depth)),
