@@ -34,6 +34,7 @@ from ddtree_jax.decode.state import DecodeState, RoundConfig
 from ddtree_jax.models import Drafter, Target
 from ddtree_jax.models.blocks import KVCache
 from ddtree_jax.models.network import Network, NetworkSpec
+from ddtree_jax.ops.dispatch import tracing_for
 from ddtree_jax.sizes import published, published_drafter
 
 PERIOD = 4  # layers after which a hybrid repeats
@@ -76,7 +77,7 @@ def check(case: Case) -> dict[str, Any]:
     """Compile and count."""
     mesh = Mesh(topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices, ("x",))
     target, drafter = networks(case)
-    with tempfile.TemporaryDirectory() as dump, jax.set_mesh(mesh):
+    with tempfile.TemporaryDirectory() as dump, jax.set_mesh(mesh), tracing_for("gpu"):
         state = jax.eval_shape(lambda t, d: loop.start(t, d, request(case)), target, drafter)
         began = time.perf_counter()
         traced = trace(case, *on_device(mesh, (target, drafter, state)), mesh)
