@@ -18,7 +18,8 @@ lint() {
     "$python" -m ruff format --check .
 }
 
-run_tests() { "$python" -m pytest -q "$@"; }
+# Two processes, each with whole files: more would only compile the same programs more often.
+run_tests() { "$python" -m pytest -q -n "${DDTREE_TEST_JOBS:-2}" --dist loadfile "$@"; }
 
 case "${1:-all}" in
     all)
@@ -30,5 +31,5 @@ case "${1:-all}" in
         lint
         run_tests -m "not slow" "${@:2}"
         ;;
-    *) run_tests "$@" ;;
+    *) "$python" -m pytest -q "$@" ;;
 esac
