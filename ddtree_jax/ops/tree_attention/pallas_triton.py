@@ -89,7 +89,7 @@ def _join_kernel(acc_ref, top_ref, total_ref, out_ref, *, parts):
     top = jnp.where(there, gpu.load(top_ref, (part,), there), LOWEST)
     weight = jnp.exp(top - jnp.max(top))
     total = jnp.sum(weight * gpu.load(total_ref, (part,), there))
-    acc = gpu.load(acc_ref, _grid(part, column), _grid(there, column < acc_ref.shape[1], joined=True))
+    acc = gpu.load(acc_ref, _grid(part, column), _both(there, column < acc_ref.shape[1]))
     out = jnp.sum(weight[:, None] * acc, axis=0) / jnp.where(total == 0.0, 1.0, total)
     gpu.store(out_ref, (column,), out.astype(out_ref.dtype), column < acc_ref.shape[1])
 
@@ -110,7 +110,7 @@ def _kernel(q_ref, k_ref, v_ref, k_node_ref, v_node_ref, length_ref, start_ref, 
     def drafted(i, carry):
         other = i * SLOTS + jnp.arange(SLOTS)
         index = _grid(node, other)
-        visible = gpu.load(mask_ref, index, _grid(there, other < nodes, joined=True)) != 0
+        visible = gpu.load(mask_ref, index, _both(there, other < nodes)) != 0
         keys, values = (_rows(ref, other, other < nodes, q.shape[1]) for ref in (k_node_ref, v_node_ref))
         return _attend(q, keys, values, visible, scale, carry)
 
@@ -142,11 +142,16 @@ def _attend(q, keys, values, visible, scale, carry):
     return acc, higher, total * fade + jnp.sum(weight, axis=1)
 
 
-def _grid(rows, columns, joined=False):
-    """Two index vectors as the two indices of a matrix; joined: two conditions as one."""
+def _grid(rows, columns):
+    """Two index vectors as the two indices of a matrix."""
     shape = (rows.shape[0], columns.shape[0])
-    index = jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
-    return index[0] & index[1] if joined else index
+    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
+
+
+def _both(rows, columns):
+    """Where both a row's and a column's condition hold."""
+    row, column = _grid(rows, columns)
+    return row & column
 
 
 def _queries(ref, node, head, there):
@@ -154,13 +159,13 @@ def _queries(ref, node, head, there):
     column = jnp.arange(gpu.side(ref.shape[2]))
     node_index, column_index = _grid(node, column)
     index = (node_index, _grid(head, column)[0], column_index)
-    return gpu.load(ref, index, _grid(there, column < ref.shape[2], joined=True))
+    return gpu.load(ref, index, _both(there, column < ref.shape[2]))
 
 
 def _rows(ref, row, there, width):
     """Rows of a [rows, D] array, D widened by zeros."""
     column = jnp.arange(width)
-    return gpu.load(ref, _grid(row, column), _grid(there, column < ref.shape[1], joined=True))
+    return gpu.load(ref, _grid(row, column), _both(there, column < ref.shape[1]))
 
 
 def _store(outputs, part, row, carry):
@@ -169,6 +174,6 @@ def _store(outputs, part, row, carry):
     column = jnp.arange(acc.shape[1])
     here = jnp.full(row.shape, part, jnp.int32)
     index = (_grid(here, column)[0], *_grid(row, column))
-    gpu.store(acc_ref, index, acc, _grid(row >= 0, column < acc_ref.shape[2], joined=True))
+    gpu.store(acc_ref, index, acc, _both(row >= 0, column < acc_ref.shape[2]))
     for ref, value in zip(others, sums, strict=True):
         gpu.store(ref, (here, row), value, row >= 0)
