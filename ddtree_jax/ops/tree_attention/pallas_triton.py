@@ -149,7 +149,7 @@ def _grid(rows, columns):
 
 
 def _both(rows, columns):
-    """A condition on rows and one on columns as one on a matrix."""
+    """Where both a row's and a column's condition hold."""
     row, column = _grid(rows, columns)
     return row & column
 
