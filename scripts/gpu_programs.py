@@ -118,7 +118,7 @@ def shortened(target: TargetConfig, drafter: DrafterConfig, layers: int) -> tupl
     target = dataclasses.replace(target, layer_types=target.layer_types[:layers])
     drafter = dataclasses.replace(
         drafter,
-        causal=drafter.causal[-2:],
+        rules=drafter.rules[-2:],
         windows=drafter.windows[-2:],
         target_layer_ids=tuple(range(min(layers - 1, len(drafter.target_layer_ids)))),
         num_target_layers=None,
