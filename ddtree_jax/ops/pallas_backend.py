@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import jax
@@ -27,6 +28,23 @@ LEAST_SIDE = 16  # of a matrix product
 def on_gpu() -> bool:
     """Whether kernels are compiled; else they are interpreted."""
     return platform() == "gpu"
+
+
+def traced_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function that is traced once for all layers with the same shapes; `static` names options that are no arrays.
+
+    Without it every call of a kernel is traced and lowered anew, a large part of a second for each layer.
+    """
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def keyed(compiled: bool, *arguments: Any, **options: Any) -> Any:
+            del compiled  # part of the key: the kernel is either compiled or interpreted
+            return function(*arguments, **options)
+
+        jitted = jax.jit(keyed, static_argnums=0, static_argnames=static)
+        return wraps(function)(lambda *arguments, **options: jitted(on_gpu(), *arguments, **options))
+
+    return wrap
 
 
 def call(

@@ -23,8 +23,13 @@ LOWEST = -1e30  # finite: a row that sees nothing must give no NaN
 def tree_attention(q, k_cache, v_cache, k_nodes, v_nodes, length, mask, context_start, scale):
     """See `ddtree_jax.ops.tree_attention.tree_attention`; `length` is [B, N]."""
     start = jnp.zeros_like(length) if context_start is None else context_start
-    attend = gpu.with_gradient_of(partial(xla.tree_attention, scale=scale), partial(_run, scale=scale))
-    return attend(q, k_cache, v_cache, k_nodes, v_nodes, length, mask, start)
+    return _attention(q, k_cache, v_cache, k_nodes, v_nodes, length, mask, start, scale=scale)
+
+
+@gpu.traced_once("scale")
+def _attention(*arguments, scale):
+    plain, kernel = partial(xla.tree_attention, scale=scale), partial(_run, scale=scale)
+    return gpu.with_gradient_of(plain, kernel)(*arguments)
 
 
 def _run(q, k_cache, v_cache, k_nodes, v_nodes, length, mask, start, *, scale):

@@ -25,6 +25,11 @@ WARPS = 4
 def solve(q, k, v, g, beta, state, parent, depth, max_depth):
     """See `ddtree_jax.ops.tree_delta.tree_delta`; returns (out, u)."""
     del depth
+    return _solve(q, k, v, g, beta, state, parent, max_depth=max_depth)
+
+
+@gpu.traced_once("max_depth")
+def _solve(q, k, v, g, beta, state, parent, *, max_depth):
     B, N, heads, dv = v.shape
     keys, values = gpu.side(k.shape[3]), gpu.side(dv)
     q, k, state = (_widen(x, axis, keys) for x, axis in ((q, 3), (k, 3), (state, 2)))
