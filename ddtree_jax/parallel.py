@@ -66,12 +66,17 @@ def shardings(
     return {n: NamedSharding(mesh, partition(n, leaf.shape, config, mesh.size)) for n, leaf in shapes.items()}
 
 
+def devices_traced_for() -> int:
+    """Over how many devices the program that is being traced is split (see `on_mesh`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[AXIS] if AXIS in mesh.axis_names else 1
+
+
 def split(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
     """Inside a jitted function that runs on a mesh: `x` split along an axis if the devices divide it, else on all."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if (devices := devices_traced_for()) == 1:
         return x
-    fits = x.shape[axis] % mesh.size == 0
+    fits = x.shape[axis] % devices == 0
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * axis, AXIS) if fits else PartitionSpec())
 
 
@@ -84,8 +89,8 @@ def over_experts(
     many: all devices have all rows, turned so that those of their own experts come first; a row's result is the sum
     over devices, of which one has it.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or sizes.shape[0] % mesh.size:
+    devices = devices_traced_for()
+    if devices == 1 or sizes.shape[0] % devices:
         return function(rows, sizes, weights)
 
     def own(rows, sizes, weights):
@@ -103,7 +108,7 @@ def over_experts(
 
 def replicate(tree: Any) -> Any:
     """Inside a jitted function that runs on a mesh: every array of a pytree whole on all devices, for the host."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if devices_traced_for() == 1:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import jax
 
+from ddtree_jax.parallel import devices_traced_for
+
 Writing = TypeVar("Writing")  # a function, or a module of several
 _TRACING_FOR: ContextVar[str | None] = ContextVar("tracing_for", default=None)
 
@@ -43,7 +45,7 @@ def choose(writings: Mapping[str, Writing], name: str | None, gpu: str | None = 
     if name is None and preferred in writings:
         name = preferred
     if name is None:
-        on_one_gpu = platform() == "gpu" and jax.sharding.get_abstract_mesh().empty
+        on_one_gpu = platform() == "gpu" and devices_traced_for() == 1
         name = gpu if gpu and on_one_gpu else next(iter(writings))
     if name not in writings:
         raise ValueError(f"unknown implementation {name!r}: choose one of {', '.join(writings)}")
