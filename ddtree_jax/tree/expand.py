@@ -191,15 +191,15 @@ def _best_nodes(size: int, spine: bool, branches: Branches) -> Nodes:
     _, groups, ranks = branches.logp.shape
     pairs = _pairs(size, ranks, groups)
 
-    def deeper(carry: tuple[Level, Bool[Array, ""]], step: tuple[Float[Array, "G R"], Int[Array, "G R"]]):
+    def deeper(carry: tuple[Level, Bool[Array, ""] | None], step: tuple[Float[Array, "G R"], Int[Array, "G R"]]):
         level, chain = _next_level(pairs, *carry, *step)
         return (level, chain), (level, chain)
 
-    start = _root_level(size), jnp.array(spine)
+    start = _root_level(size), jnp.array(True) if spine else None
     _, (levels, chain) = jax.lax.scan(deeper, start, (branches.logp, branches.group))
     above = jnp.concatenate([jnp.zeros_like(levels.group[:1]), levels.group[:-1]])
     before = jnp.take_along_axis(above, levels.parent, axis=1)
-    token = branches.token[jnp.arange(len(before))[:, None], before, levels.rank]
+    token = jax.vmap(_following)(branches.token, before, levels.rank)
     return _merge(levels, token, chain)
 
 
@@ -214,26 +214,33 @@ def _root_level(size: int) -> Level:
 def _next_level(
     pairs: tuple[np.ndarray, np.ndarray, np.ndarray],
     above: Level,
-    chain: Bool[Array, ""],
+    chain: Bool[Array, ""] | None,
     logp: Float[Array, "G R"],
     group: Int[Array, "G R"],
-) -> tuple[Level, Bool[Array, ""]]:
-    """The best nodes of the next depth, and whether the first of them is the top-1 chain's and so stands before all.
+) -> tuple[Level, Bool[Array, ""] | None]:
+    """The best nodes of the next depth, and of a spine whether the first is the top-1 chain's and so stands before all.
 
-    chain: the same of the depth above. A slot is a candidate's number in lexicographic order.
+    chain: the same of the depth above, None if it is no spine. A slot is a candidate's number in lexicographic order.
     """
     place, rank, counts = pairs
     first_slot = _sums_before(jnp.asarray(counts), above.lex)
     slot = first_slot[place] + rank
-    score = above.score[place] + logp[above.group[place], rank]
-    chain &= score[0] > -jnp.inf
-    score = _moved(score, slot)
-    _, kept = jax.lax.top_k(score.at[slot[0]].set(jnp.where(chain, jnp.inf, score[slot[0]])), counts.size)
+    candidates = above.score[place] + _following(logp, above.group[place], rank)
+    score = key = _moved(candidates, slot)
+    if chain is not None:
+        chain &= candidates[0] > -jnp.inf
+        key = score.at[slot[0]].set(jnp.where(chain, jnp.inf, candidates[0]))
+    _, kept = jax.lax.top_k(key, counts.size)
     lex = jnp.cumsum(jnp.zeros_like(slot).at[kept].set(1, unique_indices=True))[kept] - 1
     candidate = _moved(jnp.arange(slot.size, dtype=jnp.int32), slot)[kept]
     parent, rank = jnp.asarray(place)[candidate], jnp.asarray(rank)[candidate]
     offset = above.offset[parent] + above.lex[parent] + 1
-    return Level(score[kept], group[above.group[parent], rank], lex, offset, parent, rank), chain
+    return Level(score[kept], _following(group, above.group[parent], rank), lex, offset, parent, rank), chain
+
+
+def _following(table: Shaped[Array, "G R"], group: Int[Array, " n"], rank: Shaped[Array | np.ndarray, " n"]):
+    """table[group, rank]; where there is one group, what group a node has need not be looked up."""
+    return table[0, rank] if table.shape[0] == 1 else table[group, rank]
 
 
 def _moved(values: Shaped[Array, " n"], slot: Int[Array, " n"]) -> Shaped[Array, " n"]:
@@ -259,13 +266,14 @@ def _preorder(levels: Level) -> Int[Array, "L W"]:
     return number
 
 
-def _merge(levels: Level, token: Int[Array, "L W"], chain: Bool[Array, " L"]) -> Nodes:
+def _merge(levels: Level, token: Int[Array, "L W"], chain: Bool[Array, " L"] | None) -> Nodes:
     """The W best of the nodes of all levels, with the parents as indices into the tree.
 
     chain: where place 0 holds the top-1 chain's node, which comes before all others (they tie, so by depth).
     """
-    width = levels.score.shape[1]
-    key = levels.score.at[:, 0].set(jnp.where(chain, jnp.inf, levels.score[:, 0]))
+    width, key = levels.score.shape[1], levels.score
+    if chain is not None:
+        key = key.at[:, 0].set(jnp.where(chain, jnp.inf, key[:, 0]))
     number = _preorder(levels).ravel()
     node_at = _moved(jnp.arange(number.size, dtype=jnp.int32), number)
     node = node_at[jax.lax.top_k(_moved(key.ravel(), number), width)[1]]
