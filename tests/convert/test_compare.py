@@ -270,3 +270,20 @@ def test_damaged_archives(tmp_path):
         archive.writestr("input_ids.npy", b"no array")
         archive.writestr("logits", b"no array")
     assert "'input_ids', 'logits' is no .npy file" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["compare"], "python -m convert compare: error: the following arguments are required: DIR"),
+        (["compare", "a", "b", "--random", "many"], "argument --random: invalid int value: 'many'"),
+        (["compare-run", "a", "b", "c", "--dtype", "int3"], "argument --dtype: invalid choice"),
+        (["reference", "a", "b", "--ids", "a", "--prompt", "b"], "not allowed with argument"),
+        (["a", "b", "--dtype", "int3"], "python -m convert: error: argument --dtype: invalid choice"),
+    ],
+)
+def test_mistakes_in_options_are_one_line(capsys, words, problem):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and problem in said.err and said.err.count("\n") == 1 and said.out == ""
