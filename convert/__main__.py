@@ -5,11 +5,11 @@ Each command's module has `add_arguments` and `run`.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from ddtree_jax.cli import OneLineParser
 from ddtree_jax.errors import InputError
 
 COMMANDS = {
@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return import_module("convert.command").main(words)
     module, description = COMMANDS[words[0]]
     command = import_module(module)
-    parser = argparse.ArgumentParser(prog=f"python -m convert {words[0]}", description=description + ".")
+    parser = OneLineParser(prog=f"python -m convert {words[0]}", description=description + ".")
     command.add_arguments(parser)
     try:
         return command.run(parser.parse_args(words[1:]))
     except InputError as error:
-        print(f"convert: error: {error}", file=sys.stderr)
+        print("convert: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ddtree_jax.cli import OneLineParser
 from ddtree_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -157,17 +158,12 @@ def summary(job: Job) -> dict[str, Any]:
 
 def main(words: list[str]) -> int:
     """`python -m convert SRC DST ..`; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m convert",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog="python -m convert", description=DESCRIPTION, epilog=EXAMPLES)
     add_arguments(parser)
     try:
         return run(parser.parse_args(words))
     except InputError as error:
-        print(f"convert: error: {error}", file=sys.stderr)
+        print("convert: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("convert: stopped; the same command goes on from here", file=sys.stderr)

@@ -70,20 +70,34 @@ def compare(drafter: str, target: str, path: str, dtype: str) -> DraftReport:
         raise InputError(f"{path} is no recorded draft: it lacks {', '.join(missing)}")
     model = load(target, drafter, dtype=dtype)
     assert model.drafter is not None
-    check_inputs(recorded, len(model.drafter.config.target_layer_ids) * model.target.config.hidden_size, path)
+    config, hidden = model.drafter.config, model.target.config.hidden_size
+    expected = {
+        "target_taps": (None, len(config.target_layer_ids) * hidden),
+        "noise_embedding": (config.block_size, hidden),
+    }
+    check_inputs(recorded, expected, path)
     ours = observe.draft(model.target, model.drafter, *(recorded[name] for name in INPUTS))
     names = sorted((n for n in ours if n in recorded and COMPARED.fullmatch(n)), key=_order)
-    check_shapes(recorded, ours, names, path)
+    ours[LOGITS] = ours.pop("logits")
+    check_shapes(recorded, ours, [*names, LOGITS] if LOGITS in recorded else names, path)
     tolerance = Tolerance.of(model.target.config, dtype, "float32")
-    logits = logits_difference(ours["logits"], recorded[LOGITS], tolerance) if LOGITS in recorded else None
+    logits = logits_difference(ours[LOGITS], recorded[LOGITS], tolerance) if LOGITS in recorded else None
     return DraftReport(dtype, {n: difference(ours[n], recorded[n], tolerance) for n in names}, logits)
 
 
-def check_inputs(recorded: dict[str, np.ndarray], width: int, path: str) -> None:
-    """Raise InputError where the recorded taps cannot feed the drafter."""
-    shape = recorded["target_taps"].shape
-    if len(shape) != 2 or shape[1] != width:
-        raise InputError(f"{path} is of another drafter: target_taps is {shape}, should be (tokens, {width})")
+def check_inputs(recorded: dict[str, np.ndarray], expected: dict[str, tuple[int | None, int]], path: str) -> None:
+    """Raise InputError where a recorded input has not the expected shape (None: one row or more), or is no number."""
+    for name, (rows, width) in expected.items():
+        found = recorded[name]
+        if found.ndim != 2 or found.shape[1] != width or found.shape[0] != (rows or max(found.shape[0], 1)):
+            wanted = f"({rows or 'tokens'}, {width})"
+            raise InputError(f"{path} is of another drafter: {name} is {found.shape}, should be {wanted}")
+    if wrong := [f"{name} is {x.dtype}" for name, x in recorded.items() if _is_read(name) and x.dtype.kind != "f"]:
+        raise InputError(f"{path} should hold floating point numbers: {'; '.join(wrong)}")
+
+
+def _is_read(name: str) -> bool:
+    return name in (*INPUTS, LOGITS) or COMPARED.fullmatch(name) is not None
 
 
 def check_shapes(recorded: dict[str, np.ndarray], ours: dict[str, np.ndarray], names: list[str], path: str) -> None:

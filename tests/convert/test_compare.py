@@ -7,7 +7,9 @@ lacks some hidden states: these come from the intact checkpoint here.
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -198,9 +200,9 @@ def test_mistakes(case, tmp_path, capsys):
 def test_recording_of_another_checkpoint(case, golden, capsys, tmp_path):
     arrays = dict(np.load(case.out))
     arrays.pop("hidden_04")
-    np.savez(tmp_path / "short.npz", **arrays | {"logits": arrays["logits"][:, :500]})
+    np.savez(tmp_path / "short.npz", **arrays | {"logits": np.pad(arrays["logits"], ((0, 0), (0, 88)))})
     said = fails(capsys, case.directory, tmp_path / "short.npz")
-    assert "vocabulary 500, the checkpoint has 512" in said and "3 layers, the checkpoint has 4" in said
+    assert "vocabulary 600, the checkpoint has 512" in said and "3 layers, the checkpoint has 4" in said
 
 
 def test_inputs_of_a_recording_without_layers():
@@ -212,3 +214,76 @@ def test_reading_checks_the_shape_of_logits(tmp_path):
     np.savez(tmp_path / "out.npz", input_ids=np.arange(3), logits=np.zeros(3))
     with pytest.raises(InputError, match=r"should be \[tokens, vocabulary\], found shape \(3,\)"):
         read_recording(tmp_path / "out.npz")
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read_recording(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+    return str(caught.value)
+
+
+GOOD = {"input_ids": np.arange(3), "logits": np.zeros((3, 5), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"meta": np.array("{")}, "meta is no JSON"),
+        ({"meta": np.array("[1]")}, "meta should be a JSON object"),
+        ({"meta": np.array('{"dtype": "int3"}')}, "dtype of float32 or bfloat16"),
+        ({"meta": np.array('{"dtype": []}')}, "dtype of float32 or bfloat16"),
+        ({"logits": np.zeros((0, 5), np.float32), "input_ids": np.zeros(0, int)}, "of no tokens"),
+        ({"logits": np.full((3, 5), "a")}, "logits should be floating point numbers"),
+        ({"hidden_00": np.full((3, 5), "a")}, "hidden_00 should be floating point numbers"),
+        ({"input_ids": np.array(["a", "b", "c"])}, "input_ids should be a list of whole numbers"),
+        ({"input_ids": np.zeros(3)}, "input_ids should be a list of whole numbers, found float64"),
+        ({"input_ids": np.array([0, 1, 5])}, "input_ids should be token ids from 0 to 4, found 0 to 5"),
+        ({"greedy": np.array([-1])}, "greedy should be token ids from 0 to 4, found -1 to -1"),
+        ({"greedy": np.zeros((2, 2), int)}, r"greedy should be a list .* shape \(2, 2\)"),
+        ({"greedy": np.zeros(2, int), "greedy_margin": np.zeros(3)}, "greedy_margin is"),
+    ],
+)
+def test_recordings_of_something_else(tmp_path, change, problem):
+    path = tmp_path / "out.npz"
+    np.savez(path, **GOOD)
+    assert len(read_recording(path).ids) == 3
+    np.savez(path, **GOOD | change)
+    assert re.search(problem, refused(path))
+
+
+def test_damaged_archives(tmp_path):
+    path = tmp_path / "out.npz"
+    path.write_bytes(b"")
+    assert "cannot be read as an .npz file" in refused(path)
+    np.savez_compressed(path, **GOOD | {"logits": np.random.default_rng(0).normal(size=(3, 500))})
+    good = path.read_bytes()
+    for place in range(0, len(good), 29):
+        path.write_bytes(good[:place])
+        assert "cannot be read as an .npz file" in refused(path)
+        path.write_bytes(good[:place] + bytes(b ^ 0xFF for b in good[place : place + 8]) + good[place + 8 :])
+        try:
+            read_recording(path)
+        except InputError as error:
+            assert "\n" not in str(error)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("input_ids.npy", b"no array")
+        archive.writestr("logits", b"no array")
+    assert "'input_ids', 'logits' is no .npy file" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["compare"], "python -m convert compare: error: the following arguments are required: DIR"),
+        (["compare", "a", "b", "--random", "many"], "argument --random: invalid int value: 'many'"),
+        (["compare-run", "a", "b", "c", "--dtype", "int3"], "argument --dtype: invalid choice"),
+        (["reference", "a", "b", "--ids", "a", "--prompt", "b"], "not allowed with argument"),
+        (["a", "b", "--dtype", "int3"], "python -m convert: error: argument --dtype: invalid choice"),
+    ],
+)
+def test_mistakes_in_options_are_one_line(capsys, words, problem):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and problem in said.err and said.err.count("\n") == 1 and said.out == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -70,6 +71,26 @@ def test_mistakes(golden, tmp_path, capsys):
     words[2] = str(tmp_path / "b.npz")
     assert main(words) == 2
     assert "ctx_feature is (39, 64), ours (40, 64)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("noise_embedding", lambda x: x[:, :60], r"noise_embedding is \(8, 60\), should be \(8, 64\)"),
+        ("noise_embedding", lambda x: x[:5], r"noise_embedding is \(5, 64\), should be \(8, 64\)"),
+        ("noise_embedding", lambda x: x[0], r"noise_embedding is \(64,\)"),
+        ("noise_embedding", lambda x: x.astype(str), "numbers: noise_embedding is <U"),
+        ("target_taps", lambda x: x[:0], r"target_taps is \(0, 192\), should be \(tokens, 192\)"),
+        ("draft_hidden", lambda x: x.astype(str), "numbers: draft_hidden is <U"),
+        ("draft_logits_slots1", lambda x: x[:3], r"draft_logits_slots1 is \(3, 512\), ours \(7, 512\)"),
+    ],
+)
+def test_misshapen_arrays(golden, tmp_path, capsys, name, change, problem):
+    drafter, arrays = golden("dflash_qwen3"), arrays_beside(golden("dflash_qwen3"))
+    np.savez(tmp_path / "a.npz", **arrays | {name: change(arrays[name])})
+    assert main(["compare", str(drafter), str(tmp_path / "a.npz"), "--target", str(golden("qwen3"))]) == 2
+    said = capsys.readouterr().err
+    assert re.search(problem, said) and said.count("\n") == 1
 
 
 def test_order():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,10 @@ def test_layers():
         reference.parse_layers("2-5", 4)
     with pytest.raises(reference.BadInput, match="'x' is no layer number"):
         reference.parse_layers("1,x", 4)
+    with pytest.raises(reference.BadInput, match="the range 3-1 is empty"):
+        reference.parse_layers("0,3-1", 4)
+    with pytest.raises(reference.BadInput, match=r"not \[4, 5, 6, 7, 8\]"):
+        reference.parse_layers("0-999999999999", 4)
 
 
 def options(**given) -> argparse.Namespace:
@@ -50,12 +55,12 @@ def test_ids(tmp_path):
     assert len(reference.read_ids(options(), vocab=10)) == 64
     with pytest.raises(reference.BadInput, match=r"outside the vocabulary of 9: \[9\]"):
         reference.read_ids(options(ids=str(path)), vocab=9)
-    with pytest.raises(reference.BadInput, match="at least one"):
-        reference.read_ids(options(random=0), vocab=9)
     for text, problem in (
         ("{}", "should hold a list"),
         ("[1.5]", "should hold a list"),
+        ("[]", "at least one"),
         ("[", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
     ):
         path.write_text(text)
         with pytest.raises(reference.BadInput, match=problem):
@@ -65,6 +70,28 @@ def test_ids(tmp_path):
 def test_missing_directory(tmp_path, capsys):
     assert main(["reference", str(tmp_path / "absent"), str(tmp_path / "out.npz")]) == 2
     assert "absent is not a directory" in capsys.readouterr().err
+
+
+def fails(capsys, *words: object) -> str:
+    """The one line about a mistake."""
+    assert main(["reference", *map(str, words)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1, said
+    return said.err
+
+
+def test_options_are_checked_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(reference, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(reference, "check_device", lambda _: None)
+    out = tmp_path / "out.npz"
+    assert "--random should be 1 to" in fails(capsys, tmp_path, out, "--random", "0")
+    assert "--random should be 1 to" in fails(capsys, tmp_path, out, "--random", 10**12)
+    assert "--greedy should be 0 to" in fails(capsys, tmp_path, out, "--greedy", "-1")
+    assert "absent.json cannot be read" in fails(capsys, tmp_path, out, "--ids", tmp_path / "absent.json")
+    assert "the range 3-1 is empty" in fails(capsys, tmp_path, out, "--layers", "3-1")
+    assert "is a directory" in fails(capsys, tmp_path, tmp_path)
+    assert "cannot be written: File name too long" in fails(capsys, tmp_path, tmp_path / ("x" * 300))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unwritable_file(tmp_path):
@@ -130,3 +157,44 @@ def test_unknown_architecture(directory, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["reference", str(tmp_path), str(tmp_path / "out.npz")]) == 2
     assert "transformers cannot load" in capsys.readouterr().err
+
+
+def copy_of(directory: Path, place: Path, **settings) -> Path:
+    """The checkpoint with other settings in config.json."""
+    shutil.copytree(directory, place)
+    config = json.loads((place / "config.json").read_text()) | settings
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def test_no_pickle_is_loaded(directory, tmp_path, capsys):
+    """Not even a good one."""
+    import torch
+    from safetensors.torch import load_file
+
+    place = copy_of(directory, tmp_path / "pickled")
+    torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
+    (place / "model.safetensors").unlink()
+    assert "transformers cannot load" in fails(capsys, place, tmp_path / "out.npz")
+
+
+def test_damaged_checkpoints(directory, tmp_path, capsys):
+    out = tmp_path / "out.npz"
+    good = (directory / "model.safetensors").read_bytes()
+    place = copy_of(directory, tmp_path / "copy")
+    for damaged in (good[:-100], good[:4], b"", b"junk" * 100):
+        (place / "model.safetensors").write_bytes(damaged)
+        assert "transformers cannot load" in fails(capsys, place, out)
+    for number, wrong in enumerate(({"hidden_size": 8}, {"hidden_size": "wide"}, {"num_attention_heads": 0})):
+        said = fails(capsys, copy_of(directory, tmp_path / str(number), **wrong), out)
+        assert "transformers cannot load" in said or "no fitting tensor" in said
+    assert not out.exists()
+
+
+def test_devices(directory, tmp_path, capsys):
+    import torch
+
+    assert "--device foo: " in fails(capsys, directory, tmp_path / "out.npz", "--device", "foo")
+    assert "--device meta: " in fails(capsys, directory, tmp_path / "out.npz", "--device", "meta")
+    if not torch.cuda.is_available():
+        assert "--device cuda: " in fails(capsys, directory, tmp_path / "out.npz", "--device", "cuda")
