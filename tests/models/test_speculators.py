@@ -197,6 +197,8 @@ TENSORS = ("embed_tokens.weight", "lm_head.weight")
         ({"mask_token_id": ...}, "mask_token_id is missing"),
         ({"draft_vocab_size": 14}, "draft_vocab_size = 14 is above vocab_size = 13"),
         ({"sample_from_anchor": True}, "sample_from_anchor = True is not implemented"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type = 'eagle3' is not implemented"),
+        ({"sliding_window_non_causal": "no"}, "sliding_window_non_causal should be bool, found 'no'"),
         ({"transformer_layer_config": 3}, "transformer_layer_config should be an object"),
     ],
 )
