@@ -24,7 +24,7 @@ import numpy as np
 import ddtree_jax
 from convert import orbax_store
 from convert.checkpoint import INDEX, Checkpoint
-from convert.converted import FORMAT, PROGRESS, RECORD, WEIGHTS, with_fp8
+from convert.converted import FORMAT, PROGRESS, RECORD, RESULT, WEIGHTS, Converted, open_directory, with_fp8
 from convert.progress import Progress, open_progress
 from convert.weights import Parameter, Plan, plan, skipped
 from ddtree_jax.config import DrafterConfig, TargetConfig, is_drafter
@@ -58,7 +58,7 @@ class Job:
     @property
     def result(self) -> Path:
         """What becomes the destination."""
-        return self.work / "result"
+        return self.work / RESULT
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +85,9 @@ def make_job(source: str | Path, destination: str | Path, dtype: str, fp8: bool 
     fp8: weights that are FP8 stay so where their blocks stay whole. Raises InputError for what cannot be opened or
     copied, and when nothing would stay FP8; tensors that do not fit are in `plan.problems`.
     """
-    checkpoint = Checkpoint(source)
+    checkpoint = open_directory(source)
+    if isinstance(checkpoint, Converted):
+        raise InputError(f"{checkpoint.directory} is converted already; give the Hugging Face directory")
     carried(checkpoint)
     spec = network_spec(checkpoint, jnp.dtype(dtype))
     spec = with_fp8(checkpoint, spec, keep=fp8)
@@ -250,7 +252,7 @@ def record(job: Job, checksums: dict[str, int]) -> dict[str, Any]:
         "source": source_record(checkpoint),
         "config": checkpoint.config,
         "versions": {"ddtree-jax": ddtree_jax.__version__} | {name: version(name) for name in LIBRARIES},
-        "skipped": dict(skipped(checkpoint)),
+        "skipped": dict(skipped(checkpoint, job.plan.spec.config)),
         "fp8": fp8_record(job.plan.spec),
         "dequantised": len(job.plan.dequantised()),
         "parameters": {

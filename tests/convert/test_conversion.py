@@ -518,6 +518,44 @@ def test_both_kinds_of_directories_are_told_apart(whole: Path, source: Path):
     assert (converted.RECORD, converted.WEIGHTS) == ("conversion.json", "weights")
 
 
+def test_a_hugging_face_directory_may_hold_and_lie_beside_anything(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("weights", "state"):
+        (source / name).mkdir()
+    for place in (tmp_path, source):
+        (place / "progress.jsonl").write_text("of something else")
+    assert isinstance(open_directory(source), Checkpoint)
+    index = json.dumps({"weight_map": dict.fromkeys(random_tensors(SMALL), "a.safetensors")})
+    (source / "model.safetensors.index.json").write_text(index)
+    (source / "model.safetensors").rename(source / "a.safetensors")
+    assert isinstance(open_directory(source), Checkpoint)
+    monkeypatch.chdir(source)
+    assert isinstance(open_directory("."), Checkpoint)
+
+
+def test_a_converted_directory_may_lie_beside_anything(whole: Path):
+    (whole.parent / "progress.jsonl").write_text("of something else")
+    assert isinstance(open_directory(whole), Converted)
+
+
+def test_an_unfinished_result_is_known_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "result").mkdir()
+    (tmp_path / "progress.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path / "result")
+    with pytest.raises(InputError, match="is a conversion that was not finished"):
+        open_directory(".")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_tokenizer_that_is_a_link_to_outside_is_refused(tmp_path: Path, source: Path, name: str):
+    (tmp_path / "outside").write_text("{}")
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to("../outside")
+    with pytest.raises(InputError, match=f"{name} leaves the directory"):
+        ddtree_jax.load(source)
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -594,4 +632,4 @@ def test_a_source_that_is_none(tmp_path: Path, whole: Path, capsys: pytest.Captu
     assert command.main([str(tmp_path / "nothing"), str(tmp_path / "x")]) == 2
     assert "is not a directory" in capsys.readouterr().err
     assert command.main([str(whole), str(tmp_path / "x")]) == 2
-    assert "has neither model.safetensors" in capsys.readouterr().err
+    assert "b is converted already; give the Hugging Face directory" in capsys.readouterr().err
