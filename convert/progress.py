@@ -60,7 +60,7 @@ class Progress:
         return lines
 
     def _saves(self, lines: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-        saves = {line["save"]: line.get("crc32") for line in lines if isinstance(line.get("save"), str)}
+        saves: dict[str, Any] = {line["save"]: line.get("crc32") for line in lines if isinstance(line.get("save"), str)}
         if not all(isinstance(checksums, dict) for checksums in saves.values()):
             raise self._damaged()
         return saves
