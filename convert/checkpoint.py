@@ -94,7 +94,7 @@ class Checkpoint(Directory):
 
     def problems(self) -> Iterable[tuple[str, str]]:
         """Kind and tensor of what keeps FP8 weights from being read."""
-        return fp8.problems(self._entries(), self.block)
+        return fp8.problems(self._entries(), self.block, self.stored)
 
     def names(self) -> Collection[str]:
         """All tensor names but those of scales, which belong to their tensors."""

@@ -111,7 +111,10 @@ def table(job: Job) -> str:
         lines.append(f"{name:{width}}  {len(sizes):5}  {shape:>18}  {dtype:8}  {sum(sizes) / 1e6:10,.2f}")
     lines.append(totals(job))
     lines += fp8_lines(job)
-    lines += [f"{count} tensors of {family}* are left out" for family, count in skipped(job.plan.checkpoint).items()]
+    lines += [
+        f"{count} tensors of {family}* are left out"
+        for family, count in skipped(job.plan.checkpoint, job.plan.spec.config).items()
+    ]
     return "\n".join(lines)
 
 
@@ -149,7 +152,7 @@ def summary(job: Job) -> dict[str, Any]:
         "dtype": job.dtype,
         "bytes": job.nbytes,
         "parameters": {p.name: {"shape": list(p.shape), "dtype": p.dtype.name} for p in made},
-        "skipped": dict(skipped(checkpoint)),
+        "skipped": dict(skipped(checkpoint, job.plan.spec.config)),
         "fp8": fp8_record(job.plan.spec),
         "dequantised": len(job.plan.dequantised()),
         "problems": job.plan.problems,

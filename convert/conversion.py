@@ -6,6 +6,7 @@ that loads. The record of finished parameters lies there too, and the next run g
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ import numpy as np
 import ddtree_jax
 from convert import orbax_store
 from convert.checkpoint import INDEX, Checkpoint
-from convert.converted import FORMAT, PROGRESS, RECORD, WEIGHTS, with_fp8
+from convert.converted import FORMAT, PROGRESS, RECORD, RESULT, WEIGHTS, Converted, open_directory, with_fp8
 from convert.progress import Progress, open_progress
 from convert.weights import Parameter, Plan, plan, skipped
 from ddtree_jax.config import DrafterConfig, TargetConfig, is_drafter
@@ -57,7 +58,7 @@ class Job:
     @property
     def result(self) -> Path:
         """What becomes the destination."""
-        return self.work / "result"
+        return self.work / RESULT
 
     @property
     def nbytes(self) -> int:
@@ -66,17 +67,28 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """What has to be the same for a second run to go on with this one."""
-        source = source_record(self.plan.checkpoint)
-        return {"dtype": self.dtype, "fp8": fp8_record(self.plan.spec), "source": source, "format": FORMAT}
+        checkpoint = self.plan.checkpoint
+        return {
+            "dtype": self.dtype,
+            "fp8": fp8_record(self.plan.spec),
+            "source": source_record(checkpoint),
+            "config_sha256": hashlib.sha256(checkpoint.file("config.json").read_bytes()).hexdigest(),
+            # headers do not tell when other numbers are written in the same places
+            "mtime_ns": {file.path.name: file.path.stat().st_mtime_ns for file in checkpoint.files()},
+            "format": FORMAT,
+        }
 
 
 def make_job(source: str | Path, destination: str | Path, dtype: str, fp8: bool = False) -> Job:
     """Open a checkpoint of a target or a drafter and decide what becomes of its tensors; nothing is written.
 
-    fp8: weights that are FP8 stay so where their blocks stay whole. Raises InputError for what cannot be opened, and
-    when nothing would stay FP8; tensors that do not fit are in `plan.problems`.
+    fp8: weights that are FP8 stay so where their blocks stay whole. Raises InputError for what cannot be opened or
+    copied, and when nothing would stay FP8; tensors that do not fit are in `plan.problems`.
     """
-    checkpoint = Checkpoint(source)
+    checkpoint = open_directory(source)
+    if isinstance(checkpoint, Converted):
+        raise InputError(f"{checkpoint.directory} is converted already; give the Hugging Face directory")
+    carried(checkpoint)
     spec = network_spec(checkpoint, jnp.dtype(dtype))
     spec = with_fp8(checkpoint, spec, keep=fp8)
     if fp8 and spec.fp8 is None:
@@ -112,18 +124,48 @@ def convert(job: Job, verify: bool = False, on_progress: OnProgress = lambda wha
 
 
 def check_destination(job: Job) -> None:
-    """Refuse, in one line, a destination that is there, has no parent, is no conversion of ours, or is too small."""
+    """Refuse, in one line, a destination that is there, cannot be named or has no parent, is no conversion of ours, or
+    is too small.
+    """
     destination, work = job.destination, job.work
+    check_name(work)
     if os.path.lexists(destination):
         raise InputError(f"{destination} exists already; remove it, or choose another name")
     if not (destination.parent.is_dir() and os.access(destination.parent, os.W_OK)):
         raise InputError(f"{destination.parent} is not a directory that can be written")
-    if os.path.lexists(work) and not (work / PROGRESS).is_file() and (not work.is_dir() or any(work.iterdir())):
+    if os.path.lexists(work) and not is_unfinished(work):
         raise InputError(f"{work} is in the way and not an unfinished conversion; remove it")
     done = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
     free = shutil.disk_usage(destination.parent).free
     if job.nbytes - done > free:
         raise InputError(f"{destination} needs {job.nbytes / 1e9:.2f} GB; {free / 1e9:.2f} GB are free")
+
+
+def check_name(path: Path) -> None:
+    """Refuse what no file can be called: too long a name (255 bytes on most disks), or one with a null byte."""
+    try:
+        os.lstat(path)
+    except ValueError as error:
+        raise InputError(f"{str(path)!r} cannot be written: {error}") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def is_unfinished(work: Path) -> bool:
+    """Whether a directory is one of an earlier run, or empty; never a link, whose other end is not ours to remove."""
+    if work.is_symlink() or not work.is_dir():
+        return False
+    return (work / PROGRESS).is_file() or not any(work.iterdir())
+
+
+def carried(checkpoint: Checkpoint) -> list[Path]:
+    """The small files of a checkpoint that are copied; InputError for one that is no file, or a link to outside."""
+    paths = [path for path in map(checkpoint.file, CARRIED) if os.path.exists(path)]
+    for path in paths:
+        if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+            raise InputError(f"{path} cannot be copied: it is not a file that can be read")
+    return paths
 
 
 def write_weights(job: Job, progress: Progress, on_progress: OnProgress) -> None:
@@ -190,9 +232,8 @@ def verify_weights(job: Job, checksums: dict[str, int], on_progress: OnProgress)
 
 def write_record(job: Job, checksums: dict[str, int]) -> None:
     """Copy the small files, then write the record, which makes the directory a whole one."""
-    for name in CARRIED:
-        if os.path.exists(source := job.plan.checkpoint.file(name)):
-            shutil.copyfile(source, job.result / name)
+    for source in carried(job.plan.checkpoint):
+        shutil.copyfile(source, job.result / source.name)
     text = json.dumps(record(job, checksums), indent=1)
     with (job.result / RECORD).open("w", encoding="utf-8") as file:
         file.write(text + "\n")
@@ -211,7 +252,7 @@ def record(job: Job, checksums: dict[str, int]) -> dict[str, Any]:
         "source": source_record(checkpoint),
         "config": checkpoint.config,
         "versions": {"ddtree-jax": ddtree_jax.__version__} | {name: version(name) for name in LIBRARIES},
-        "skipped": dict(skipped(checkpoint)),
+        "skipped": dict(skipped(checkpoint, job.plan.spec.config)),
         "fp8": fp8_record(job.plan.spec),
         "dequantised": len(job.plan.dequantised()),
         "parameters": {

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from convert.checkpoint import Checkpoint, Directory, summary
+from convert.checkpoint import INDEX, SINGLE, Checkpoint, Directory, summary
 from convert.weights import grouped, keep_fp8, load_network, mismatches
 from ddtree_jax import parallel
 from ddtree_jax.errors import InputError
@@ -21,6 +21,7 @@ from ddtree_jax.models.quantised import Quantised
 RECORD = "conversion.json"
 WEIGHTS = "weights"
 PROGRESS = "progress.jsonl"  # in the directory of a conversion that is not finished
+RESULT = "result"  # in the same place: what becomes the converted directory
 FORMAT = 1
 ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")  # one of them is in every directory that Orbax writes
 
@@ -75,7 +76,11 @@ Source = Checkpoint | Converted
 def open_directory(directory: str | Path) -> Source:
     """A Hugging Face directory or a converted one; InputError for what is neither, or was not written to its end."""
     path = Path(directory)
-    if any(os.path.exists(place / PROGRESS) for place in (path, path.parent)):
+    if any(os.path.exists(path / name) for name in (SINGLE, INDEX)):  # whatever else lies there
+        return Checkpoint(path)
+    whole = Path(os.path.abspath(path))
+    work = whole.parent if whole.name == RESULT else whole
+    if any(os.path.exists(place / PROGRESS) for place in (whole, work)):
         raise InputError(f"{path} is a conversion that was not finished; run the same ddtree-jax convert again")
     if os.path.exists(path / RECORD):
         return Converted(path)

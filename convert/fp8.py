@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -35,18 +35,29 @@ def scale_names(entries: Mapping[str, TensorEntry]) -> dict[str, str]:
     return {weight: scale for weight, scale in pairs if weight in entries}
 
 
-def problems(entries: Mapping[str, TensorEntry], block: Block | None) -> Iterator[tuple[str, str]]:
-    """Kind and tensor of all that keeps FP8 weights from being read: weights without scales, scales without weights."""
+def problems(
+    entries: Mapping[str, TensorEntry], block: Block | None, read: Callable[[str], np.ndarray]
+) -> Iterator[tuple[str, str]]:
+    """Kind and tensor of all that keeps FP8 weights from being read: weights without scales, scales without weights,
+    scales that do not fit or are no scales. read: gives the values of scales.
+    """
     scales = scale_names(entries)
     paired = set(scales.values())
     for name, entry in entries.items():
         if name.endswith(SUFFIX) and name.removesuffix(SUFFIX) not in entries:
             yield LONE_SCALE, name
         elif name in scales:
-            if trouble := _trouble(entry, entries[scales[name]], block):
+            if trouble := _trouble(entry, entries[scales[name]], block) or _odd_values(read(scales[name])):
                 yield "scale", f"{scales[name]} {trouble}"
         elif entry.dtype.name.startswith("float8") and name not in paired:
             yield "fp8 without a scale", name
+
+
+def _odd_values(scale: np.ndarray) -> str:
+    """What is wrong with the values of scales, '' when nothing is."""
+    values = scale.astype(np.float32)
+    odd = values[~((values > 0) & (values < np.inf))]
+    return f"has {odd.size} values that are not above 0 and finite, the first is {odd[0]}" if odd.size else ""
 
 
 def _trouble(weight: TensorEntry, scale: TensorEntry, block: Block | None) -> str:

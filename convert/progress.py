@@ -17,7 +17,7 @@ from ddtree_jax.errors import InputError
 def open_progress(path: Path, identity: Mapping[str, Any]) -> Iterator[Progress]:
     """The record at `path`, made if need be, and locked: two runs at once would spoil each other's work.
 
-    Raises InputError when another run has it, or when it tells of another conversion.
+    Raises InputError when another run has it, and when it tells of another conversion or is damaged.
     """
     with path.open("a+b") as file:
         try:
@@ -42,13 +42,31 @@ class Progress:
         text = self._file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._file.truncate(len(whole))
-        lines = [json.loads(line) for line in whole.splitlines()]
+        lines = self._parsed(whole)
         if not lines:
             self._append(identity)
         elif lines[0] != identity:
             raise InputError(f"{self._path.parent} is left of another conversion; remove it, or choose another name")
         self.merging = {"merging": True} in lines
-        self.saves = {line["save"]: line["crc32"] for line in lines if "save" in line}
+        self.saves = self._saves(lines)
+
+    def _parsed(self, text: bytes) -> list[dict[str, Any]]:
+        try:
+            lines = [json.loads(line) for line in text.splitlines()]
+        except (ValueError, RecursionError):
+            raise self._damaged() from None
+        if not all(isinstance(line, dict) for line in lines):
+            raise self._damaged()
+        return lines
+
+    def _saves(self, lines: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+        saves: dict[str, Any] = {line["save"]: line.get("crc32") for line in lines if isinstance(line.get("save"), str)}
+        if not all(isinstance(checksums, dict) for checksums in saves.values()):
+            raise self._damaged()
+        return saves
+
+    def _damaged(self) -> InputError:
+        return InputError(f"{self._path} is damaged; remove {self._path.parent} and convert again")
 
     def checksums(self) -> dict[str, int]:
         """Parameter -> checksum, for all that are on disk."""

@@ -6,27 +6,30 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Bool
 
 from convert import fp8
 from convert.checkpoint import Checkpoint, summary
 from convert.recipes import Recipe, Shape, recipe, vocabulary_map
 from ddtree_jax import parallel
+from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.network import Network, NetworkSpec
 from ddtree_jax.models.quantised import SUFFIX, Quantised
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # first match wins
-# Families that text decoding does not need; t2d says again which tokens d2t maps to.
-SKIPPED = ("mtp.", "model.visual.", "visual.", "t2d")
+SKIPPED = ("mtp.", "model.visual.", "visual.")  # families that text decoding does not need
+MASK = "t2d"  # of a drafter with its own head: which tokens of the target it covers, which d2t says too
 EMBEDDING = "embed_tokens.weight"  # rows are looked up, not multiplied: never kept as FP8
 LOG = logging.getLogger(__name__)
 
+Config = TargetConfig | DrafterConfig
 Problems = dict[str, list[str]]  # kind -> what is wrong
 
 
@@ -87,7 +90,7 @@ def load_network(checkpoint: Checkpoint, spec: NetworkSpec, mesh: Mesh | None = 
     """
     made = plan(checkpoint, spec)
     made.check()
-    if left_out := skipped(checkpoint):
+    if left_out := skipped(checkpoint, spec.config):
         LOG.info("%s: tensors left out: %s", checkpoint.directory, dict(left_out))
     places = parallel.shardings(spec.parameters(), spec.config, mesh)
     return Network(tuple(_on_device(made.make(one), places[one.name]) for one in made.parameters), spec, mesh)
@@ -99,10 +102,12 @@ def _on_device(parameter: np.ndarray, place: jax.sharding.Sharding) -> jax.Array
 
 
 def plan(checkpoint: Checkpoint, spec: NetworkSpec) -> Plan:
-    """Decide what is read for every parameter of a module; reads headers only (and a tied head)."""
+    """Decide what is read for every parameter of a module; reads headers, and what has to be checked beyond them: a
+    tied head, scales, the map of a draft vocabulary.
+    """
     wanted = spec.parameters()
     tied = "embed_tokens.weight" in wanted and "lm_head.weight" not in wanted
-    sources, problems = _sources(checkpoint, tied)
+    sources, problems = _sources(checkpoint, spec.config, tied)
     made = [
         Parameter(name, leaf.shape, np.dtype(leaf.dtype), _recipe(name, wanted, spec, sources), _reader(name, spec))
         for name, leaf in wanted.items()
@@ -120,7 +125,7 @@ def plan(checkpoint: Checkpoint, spec: NetworkSpec) -> Plan:
 def keep_fp8(checkpoint: Checkpoint, spec: NetworkSpec) -> NetworkSpec:
     """The spec in which weights stay FP8 where the tensors are and blocks stay whole (`Recipe.keeps_blocks`)."""
     wanted, stored = spec.parameters(), checkpoint.quantised()
-    sources, _ = _sources(checkpoint, tied=False)
+    sources, _ = _sources(checkpoint, spec.config, tied=False)
 
     def keeps(name: str) -> bool:
         made = _recipe(name, wanted, spec, sources)
@@ -146,10 +151,21 @@ def _reader(name: str, spec: NetworkSpec) -> Callable[[Checkpoint, str], np.ndar
     return Checkpoint.stored if spec.fp8 and name in spec.fp8.names else Checkpoint.read
 
 
-def skipped(checkpoint: Checkpoint) -> Counter[str]:
+def skipped(checkpoint: Checkpoint, config: Config) -> Counter[str]:
     """How many tensors of each family are left out on purpose."""
-    families = (next((f for f in SKIPPED if name.startswith(f)), None) for name in checkpoint.names())
+    families = (_family(name, config) for name in checkpoint.names())
     return Counter(family for family in families if family)
+
+
+def _family(name: str, config: Config) -> str | None:
+    """The family of a tensor that is left out, None for all others."""
+    if name == MASK and _has_own_head(config):
+        return MASK
+    return next((family for family in SKIPPED if name.startswith(family)), None)
+
+
+def _has_own_head(config: Config) -> TypeGuard[DrafterConfig]:
+    return isinstance(config, DrafterConfig) and config.own_head
 
 
 def grouped(found: Iterable[tuple[str, str]]) -> Problems:
@@ -184,24 +200,40 @@ def _mismatches(
     yield from sorted(quantisation)
 
 
-def _vocabulary_problems(checkpoint: Checkpoint, config: Any) -> Iterable[tuple[str, str]]:
+def _vocabulary_problems(checkpoint: Checkpoint, config: Config) -> Iterable[tuple[str, str]]:
     """What is wrong with the map of a reduced draft vocabulary, which may be in the file twice: d2t and t2d."""
-    names = checkpoint.names()
-    if "d2t" not in names or not jnp.issubdtype(checkpoint.dtype("d2t"), jnp.integer):
+    if not _has_own_head(config):
         return
-    ids = vocabulary_map(checkpoint.read("d2t"))
-    if ids.min() < 0 or ids.max() >= config.vocab_size or len(np.unique(ids)) < len(ids):
-        yield "draft vocabulary", f"d2t does not map one to one into the {config.vocab_size} tokens of the target"
-    elif "t2d" in names and set(np.flatnonzero(checkpoint.read("t2d")).tolist()) != set(ids.tolist()):
-        yield "draft vocabulary", "t2d marks other tokens than d2t maps to"
+    ids = np.arange(config.vocab_size)
+    if "d2t" in checkpoint.names():
+        if checkpoint.shape("d2t") != (config.draft_vocab_size,) or checkpoint.dtype("d2t").kind not in "iu":
+            return  # which is a problem already
+        ids = vocabulary_map(checkpoint.read("d2t"))
+        if ids.min() < 0 or ids.max() >= config.vocab_size or len(np.unique(ids)) < len(ids):
+            yield "draft vocabulary", f"d2t does not map one to one into the {config.vocab_size} tokens of the target"
+            return
+    if MASK in checkpoint.names():
+        yield from _mask_problems(checkpoint, np.isin(np.arange(config.vocab_size), ids))
 
 
-def _sources(checkpoint: Checkpoint, tied: bool) -> tuple[dict[str, str], list[tuple[str, str]]]:
+def _mask_problems(checkpoint: Checkpoint, covered: Bool[np.ndarray, " V"]) -> Iterable[tuple[str, str]]:
+    """What is wrong with t2d, given the tokens that d2t maps to; without d2t those are all."""
+    kind, shape = checkpoint.dtype(MASK), checkpoint.shape(MASK)
+    if kind != np.bool_ or shape != covered.shape:
+        yield "draft vocabulary", f"{MASK} is {kind} {list(shape)}, should be bool {list(covered.shape)}"
+    elif not np.array_equal(checkpoint.read(MASK), covered):
+        other = (
+            "marks only some tokens, and there is no d2t" if covered.all() else "marks other tokens than d2t maps to"
+        )
+        yield "draft vocabulary", f"{MASK} {other}"
+
+
+def _sources(checkpoint: Checkpoint, config: Config, tied: bool) -> tuple[dict[str, str], list[tuple[str, str]]]:
     """Module parameter name -> tensor name, with prefixes removed and skipped families left out; and problems."""
     sources: dict[str, str] = {}
     problems = []
     for name in checkpoint.names():
-        if name.startswith(SKIPPED):
+        if _family(name, config):
             continue
         short = next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), name)
         if short in sources:

@@ -28,6 +28,7 @@ TARGET_ONLY = {
     "mlp_bias": False,
     "attn_output_gate": True,
     "output_gate_type": "swish",
+    "final_logit_softcapping": None,
 }
 DRAFTER_ONLY = {
     "hidden_act": "silu",
@@ -38,7 +39,11 @@ DRAFTER_ONLY = {
     "final_logit_softcapping": None,
     "shift_label": False,
     "sample_from_anchor": False,
+    "speculators_model_type": "dflash",
 }
+
+# Above these a number is a mistake, and would only be noticed as a lack of memory.
+MOST, MOST_LAYERS, MOST_EXPERTS, MOST_BLOCK = 2**40, 10_000, 2**16, 4096
 
 
 @dataclass(frozen=True)
@@ -315,7 +320,9 @@ class DrafterConfig:
         for key, value in DRAFTER_ONLY.items():
             reader.expect(key, value)
         reader.check_quantisation(config)
-        rules, windows = _drafter_masks(reader, reader.size("num_hidden_layers"))
+        if speculators:
+            reader.get("sliding_window_non_causal", None, kind=bool)
+        rules, windows = _drafter_masks(reader, reader.size("num_hidden_layers", most=MOST_LAYERS))
         vocab, dflash2 = reader.size("vocab_size"), DFLASH2 in _architectures(config)
         result: dict[str, Any] = dict(
             hidden_size=reader.size("hidden_size"),
@@ -324,8 +331,9 @@ class DrafterConfig:
             rules=rules,
             windows=windows,
             norm_eps=reader.positive("rms_norm_eps", 1e-6),
-            block_size=reader.size("block_size", 8 if speculators else 16, least=2),  # the root and one mask
-            mask_token_id=reader.get("mask_token_id", kind=int),
+            # at least the root and one mask
+            block_size=reader.size("block_size", 8 if speculators else 16, least=2, most=MOST_BLOCK),
+            mask_token_id=reader.size("mask_token_id", least=0),
             target_layer_ids=_tap_ids(reader),
             num_target_layers=reader.get("num_target_layers", None, kind=int),
             vocab_size=vocab,
@@ -376,25 +384,29 @@ class _Reader:
             self.problems.append(f"{key} is missing")
             return None
         if kind is float and type(value) is int:
-            return float(value)
+            return float(value) if abs(value) < 2**1023 else math.inf
         absent = value is None and default is None
         if kind is not None and type(value) is not kind and not absent:
             self.problems.append(f"{key} should be {kind.__name__}, found {value!r}")
             return None
         return value
 
-    def size(self, key: str, default: Any = MISSING, least: int = 1) -> int:
-        """A whole number of at least `least` (which also stands in for one that is not)."""
+    def size(self, key: str, default: Any = MISSING, least: int = 1, most: int = MOST) -> int:
+        """A whole number from `least` (which also stands in for one that is not) to `most`."""
         value = self.get(key, default, kind=int)
-        if value is not None and value < least:
+        if value is None:
+            return least
+        if value < least:
             self.problems.append(f"{key} should be at least {least}, found {value}")
-        return least if value is None else max(value, least)
+        if value > most:
+            self.problems.append(f"{key} should be at most {most}, found {value}")
+        return value if least <= value <= most else least
 
     def positive(self, key: str, default: Any = MISSING) -> float:
         """A finite number above 0 (1 stands in for one that is not)."""
         value = self.get(key, default, kind=float)
         if value is not None and not 0 < value < math.inf:
-            self.problems.append(f"{key} should be above 0, found {value}")
+            self.problems.append(f"{key} should be above 0 and finite, found {value}")
             return 1.0
         return 1.0 if value is None else value
 
@@ -488,7 +500,7 @@ def quantised_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def _layer_types(reader: _Reader, hybrid: bool) -> tuple[str, ...]:
     """One kind a layer: the list where there is one, else full attention every `full_attention_interval` layers."""
-    count = reader.size("num_hidden_layers")
+    count = reader.size("num_hidden_layers", most=MOST_LAYERS)
     interval = reader.size("full_attention_interval", 4) if hybrid else 1
     types = reader.names("layer_types", [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)])
     if len(types) != count:
@@ -512,17 +524,28 @@ def _rope(reader: _Reader, head_dim: int, partial: float) -> RopeConfig:
     """Rotary settings, flat (transformers 4) or in `rope_parameters` (5). A missing theta is an error, never 10,000."""
     new, old = reader.mapping("rope_parameters"), reader.mapping("rope_scaling")
     rope = _Reader({**reader.config, **old, **new}, reader.name, reader.problems)
-    kinds = {kind for kind in (new.get("rope_type"), old.get("rope_type"), old.get("type")) if kind is not None}
-    if len(kinds) > 1:
-        reader.problems.append(f"rope type is given as {' and '.join(sorted(map(repr, kinds)))}")
+    kind = _one(reader, "rope type", "default", [new.get("rope_type"), old.get("rope_type"), old.get("type")])
+    _one(reader, "rope_theta", None, [part.get("rope_theta") for part in (new, old, reader.config)])
     factor = rope.positive("partial_rotary_factor", partial)
     rotary_dim = int(head_dim * factor)
     if factor > 1 or rotary_dim < 2 or rotary_dim % 2:
         reader.problems.append(f"partial_rotary_factor = {factor} rotates {rotary_dim} of {head_dim} dimensions")
-    return RopeConfig(rope.positive("rope_theta"), rotary_dim, _scaling(rope, min(kinds, key=str, default="default")))
+    theta = rope.positive("rope_theta")
+    scaling = _scaling(rope, kind)
+    if isinstance(scaling, YarnScaling) and theta <= 1:
+        reader.problems.append(f"rope_theta should be above 1 for yarn, found {theta}")
+    return RopeConfig(theta, rotary_dim, scaling)
 
 
-def _scaling(rope: _Reader, kind: str) -> Llama3Scaling | YarnScaling | None:
+def _one(reader: _Reader, what: str, default: Any, found: Sequence[Any]) -> Any:
+    """The value of what may be written in several places, null being as good as absent; they have to agree."""
+    values = [value for value in found if value is not None]
+    if any(value != values[0] for value in values):
+        reader.problems.append(f"{what} is given as {' and '.join(sorted({repr(value) for value in values}))}")
+    return values[0] if values else default
+
+
+def _scaling(rope: _Reader, kind: Any) -> Llama3Scaling | YarnScaling | None:
     """What stretches the rotations for long contexts (reference_models.md 1.2)."""
     if kind in ("default", "mrope"):
         return None
@@ -532,6 +555,8 @@ def _scaling(rope: _Reader, kind: str) -> Llama3Scaling | YarnScaling | None:
     factor = rope.positive("factor")
     if kind == "llama3":
         low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+        if low >= high and rope.config.keys() >= {"low_freq_factor", "high_freq_factor"}:
+            rope.problems.append(f"low_freq_factor = {low} should be below high_freq_factor = {high}")
         return Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings"))
     original = rope.size("original_max_position_embeddings", rope.config.get("max_position_embeddings", MISSING))
     default = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -544,13 +569,15 @@ def _scaling(rope: _Reader, kind: str) -> Llama3Scaling | YarnScaling | None:
 def _moe_layers(reader: _Reader, count: int) -> tuple[bool, ...]:
     """Which layers have experts (reference_models.md 1.6); every layer does in all that is published."""
     dense = reader.get("mlp_only_layers", [], kind=list) or []
+    if not all(type(i) is int and 0 <= i < count for i in dense):
+        reader.problems.append(f"mlp_only_layers should be layer numbers from 0 to {count - 1}, found {dense!r}")
     step = reader.size("decoder_sparse_step", 1)
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(count))
 
 
 def _moe(reader: _Reader, family: Family) -> MoeConfig:
     """Experts; `num_experts` on the hub, `num_local_experts` as transformers 5 writes it for qwen3_moe."""
-    experts = reader.size("num_experts", reader.config.get("num_local_experts", MISSING))
+    experts = reader.size("num_experts", reader.config.get("num_local_experts", MISSING), most=MOST_EXPERTS)
     normalise = reader.get("norm_topk_prob", family.hybrid, kind=bool)
     moe = MoeConfig(
         num_experts=experts,
@@ -620,4 +647,6 @@ def _tap_ids(reader: _Reader) -> tuple[int, ...]:
     if ids is not None and (not ids or not all(type(i) is int for i in ids)):
         reader.problems.append(f"target_layer_ids should be a list of layer numbers, found {ids!r}")
         return ()
+    if bad := [i for i in ids or () if i < 0]:
+        reader.problems.append(f"tap layers {bad} are outside the target, whose first layer's output is 0")
     return tuple(ids or ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from ddtree_jax.errors import InputError
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a file."""
+    """The UTF-8 text of a file. Pipes and devices are refused: reading one might never end."""
     try:
+        kind = path.stat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # a directory says so itself
+            raise InputError(f"{path} cannot be read: it is not a regular file")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path} does not exist") from None

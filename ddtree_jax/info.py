@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from convert.checkpoint import Directory
 from convert.converted import RECORD, open_directory, with_fp8
 from ddtree_jax.config import LINEAR, TargetConfig
-from ddtree_jax.files import read_object
+from ddtree_jax.errors import InputError
 from ddtree_jax.models import Target
 from ddtree_jax.models.network import NetworkSpec
 from ddtree_jax.models.quantised import Quantised
@@ -57,9 +58,11 @@ def memory(config: TargetConfig, dtype: str = "bfloat16", fp8: Quantised | None 
 
 
 def describe(name: str, dtype: str, as_json: bool, keep_fp8: bool = False) -> str:
-    """The report on a checkpoint directory or a published name."""
+    """The report on a checkpoint directory or a published name; InputError for one that cannot be read, and when
+    nothing would stay FP8 that should.
+    """
     config = _config(name)
-    fp8 = _fp8(Path(name), config, keep_fp8)
+    fp8 = _fp8(name, config, keep_fp8)
     sizes = memory(config, dtype, fp8)
     fits = {f"{card} GB": min(sizes.tokens_on(card), config.max_positions) for card in CARDS_GB}
     if as_json:
@@ -78,12 +81,14 @@ def describe(name: str, dtype: str, as_json: bool, keep_fp8: bool = False) -> st
 
 
 def _config(name: str) -> TargetConfig:
-    directory = Path(name)
-    return TargetConfig.from_hf(read_object(directory / "config.json")) if directory.is_dir() else published(name)
+    return TargetConfig.from_hf(Directory(name).config) if os.path.isdir(name) else published(name)
 
 
-def _fp8(directory: Path, config: TargetConfig, keep: bool) -> Quantised | None:
+def _fp8(name: str, config: TargetConfig, keep: bool) -> Quantised | None:
     """What is FP8 in a converted directory, or would stay so. A directory may hold no more than a config.json."""
-    if not (keep or (directory / RECORD).exists()):
-        return None
-    return with_fp8(open_directory(directory), NetworkSpec(Target, config, jnp.dtype("bfloat16")), keep).fp8
+    found = None
+    if os.path.isdir(name) and (keep or os.path.exists(os.path.join(name, RECORD))):
+        found = with_fp8(open_directory(name), NetworkSpec(Target, config, jnp.dtype("bfloat16")), keep).fp8
+    if keep and not found:
+        raise InputError(f"{name} has no FP8 weights that could be kept; leave out --keep-fp8")
+    return found

@@ -93,5 +93,6 @@ def _open_drafter(directory: str | Path, target: NetworkSpec, keep_fp8: bool) ->
 
 
 def _tokenizer(checkpoint: Source) -> Tokenizer | None:
-    has_one = (checkpoint.directory / "tokenizer.json").exists()
-    return Tokenizer.from_directory(checkpoint.directory) if has_one else None
+    """The directory's tokenizer, if it has one; InputError for files of it that are links to outside."""
+    path, *_ = [checkpoint.file(n) for n in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
+    return Tokenizer.from_directory(checkpoint.directory) if path.exists() else None

@@ -33,6 +33,8 @@ from ddtree_jax.models.layers import rope_angles, rotate
 from ddtree_jax.models.network import Network
 
 HYBRID_JSON, DENSE_JSON, DRAFTER_JSON = target_json(HYBRID), target_json(DENSE), drafter_json(DRAFTER)
+YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FULL_2, GATED = RopeConfig(1e6, 32), RopeConfig(1e7, 8)
 
 RECORDED = {
@@ -280,6 +282,41 @@ def test_every_dimension_is_rotated_where_the_factor_is_one():
     assert int(jnp.sum(jnp.abs(rotated - x) > 1e-6)) == 32
 
 
+# ---- layers with experts ---------------------------------------------------------------------------------------------
+
+
+def moe(**changes: Any) -> TargetConfig:
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_hidden_layers=6)
+    return TargetConfig.from_hf(
+        changed(DENSE_JSON, {"layer_types": ..., "model_type": "qwen3_moe", **experts, **changes})
+    )
+
+
+def test_which_layers_have_experts():
+    """Layer i does where i + 1 is a multiple of decoder_sparse_step, unless mlp_only_layers names it."""
+
+    def layers(**changes: Any) -> list[int]:
+        config = moe(**changes)
+        return [i for i in range(config.num_layers) if config.has_experts(i)]
+
+    assert layers() == [0, 1, 2, 3, 4, 5]
+    assert layers(decoder_sparse_step=2) == [1, 3, 5]
+    assert layers(decoder_sparse_step=3) == [2, 5]
+    assert layers(mlp_only_layers=[0, 4]) == [1, 2, 3, 5]
+    assert layers(decoder_sparse_step=2, mlp_only_layers=[3]) == [1, 5]
+
+
+@pytest.mark.parametrize("found", [[6], [-1], [1.0], [True], ["0"], [[0]]])
+def test_layers_without_experts_have_to_be_there(found: list[Any]):
+    with pytest.raises(InputError, match="mlp_only_layers should be layer numbers from 0 to 5, found"):
+        moe(mlp_only_layers=found)
+
+
+def test_experts_are_countable():
+    with pytest.raises(InputError, match="num_experts should be at most 65536, found 65537"):
+        moe(num_experts=65537)
+
+
 # ---- targets that are refused ----------------------------------------------------------------------------------------
 
 
@@ -316,14 +353,24 @@ def test_every_dimension_is_rotated_where_the_factor_is_one():
         ({"linear_key_head_dim": ...}, "linear_key_head_dim is missing"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim should be at least 2"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps should be float, found '1e-6'"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps should be above 0, found nan"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps should be above 0 and finite, found nan"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings should be bool, found 'yes'"),
         ({"rope_parameters": [1e4]}, "rope_parameters should be an object"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta should be float, found '1e4'"),
-        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta should be above 0, found -1"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta should be above 0 and finite, found -1"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}}, "rotates 48 of 32 dimensions"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.1}}, "rotates 3 of 32 dimensions"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0}}, "partial_rotary_factor should be above"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta should be above 0 and finite, found inf"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": ["yarn"]}}, "rope type \\['yarn'\\] is not implemented"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": {}}}, "rope type {} is not implemented"),
+        ({"rope_theta": 2e4}, "rope_theta is given as 10000.0 and 20000.0"),
+        ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta should be above 1 for yarn, found 1.0"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1}}, "low_freq_factor = 1.0 should be below high_freq_fact"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps should be above 0 and finite, found inf"),
+        ({"vocab_size": 2**40 + 1}, "vocab_size should be at most 1099511627776, found 1099511627777"),
+        ({"num_hidden_layers": 10_001, "layer_types": ...}, "num_hidden_layers should be at most 10000, found 10001"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not implemented"),
     ],
 )
 def test_targets_that_are_refused(changes: dict[str, Any], message: str):
@@ -423,6 +470,7 @@ def test_the_causal_rule(is_causal: Any, causal: tuple[bool, ...]):
         ({"sliding_window": None}, "sliding_window should be int, found None"),
         ({"sliding_window": 0}, "sliding_window should be at least 1"),
         ({"is_causal": "false"}, "is_causal should be bool, found 'false'"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers should be at most 10000, found 10001"),
         ({"num_target_layers": "4"}, "num_target_layers should be int, found '4'"),
         ({"projector_type": "domino"}, "projector_type = 'domino' is not implemented"),
         ({"input_embedding_scale": 2.0}, "input_embedding_scale = 2.0 is not implemented"),
@@ -441,6 +489,9 @@ def test_drafters_that_are_refused(changes: dict[str, Any], message: str):
         ({"mask_token_id": ...}, "^drafter config.json: mask_token_id is missing$"),
         ({"mask_token_id": None}, "mask_token_id should be int, found None"),
         ({"mask_token_id": "<mask>"}, "mask_token_id should be int"),
+        ({"mask_token_id": -1}, "^drafter config.json: mask_token_id should be at least 0, found -1$"),
+        ({"block_size": 4097}, "^drafter config.json: block_size should be at most 4096, found 4097$"),
+        ({"target_layer_ids": [-1, 0]}, "tap layers \\[-1\\] are outside the target"),
         ({"block_size": 1}, "^drafter config.json: block_size should be at least 2, found 1$"),
         ({"target_layer_ids": ...}, "target_layer_ids is missing"),
         ({"target_layer_ids": []}, "target_layer_ids should be a list of layer numbers, found \\[\\]"),

@@ -1,5 +1,6 @@
 """Reading the user's files: every fault is one InputError that names the file."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ def test_bad_content(tmp_path: Path, content: bytes, message: str):
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(InputError, match=message):
         read_json(tmp_path / "f")
+
+
+def test_a_pipe_or_a_device_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "f")
+    for path in (tmp_path / "f", Path("/dev/zero")):
+        with pytest.raises(InputError, match="cannot be read: it is not a regular file$"):
+            read_text(path)
 
 
 def test_no_file(tmp_path: Path):

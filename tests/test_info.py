@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from random_checkpoint import DENSE, random_tensors, write
 
 from ddtree_jax.cli import main
 from ddtree_jax.errors import InputError
-from ddtree_jax.info import memory
+from ddtree_jax.info import describe, memory
 from ddtree_jax.sizes import SIZES, published
 
 
@@ -44,6 +45,31 @@ def test_command_prints_a_report_and_json(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["weights"] == 4 * report["parameters"]
     assert report["context_that_fits"]["141 GB"] == 40960  # the model's own context is the limit
+
+
+def test_a_directory_may_hold_a_config_alone(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    assert json.loads(describe(str(tmp_path), "float32", as_json=True))["parameters"] > 0
+
+
+def test_directories_that_are_refused(tmp_path):
+    (tmp_path / "outside.json").write_text(json.dumps(DENSE))
+    (tmp_path / "a").mkdir()
+    with pytest.raises(InputError, match="a has no config.json"):
+        describe(str(tmp_path / "a"), "float32", as_json=False)
+    (tmp_path / "a" / "config.json").symlink_to("../outside.json")
+    with pytest.raises(InputError, match="config.json leaves the directory"):
+        describe(str(tmp_path / "a"), "float32", as_json=False)
+    for name in ("", "x" * 5000):
+        with pytest.raises(InputError, match="is neither a directory nor one of"):
+            describe(name, "float32", as_json=False)
+
+
+def test_keeping_fp8_needs_something_to_keep(tmp_path):
+    write(tmp_path, DENSE, random_tensors(DENSE))
+    for name in (str(tmp_path), "Qwen3-8B"):
+        with pytest.raises(InputError, match="has no FP8 weights that could be kept; leave out --keep-fp8"):
+            describe(name, "bfloat16", as_json=False, keep_fp8=True)
 
 
 def test_unknown_name_is_one_line(capsys):

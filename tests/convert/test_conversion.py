@@ -341,6 +341,41 @@ def test_another_conversion_does_not_go_on_with_it(tmp_path: Path, source: Path,
             convert(job)
 
 
+def test_other_numbers_under_the_same_headers_are_another_conversion(
+    tmp_path: Path, source: Path, one_by_one: None, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        killed(patch, conversion, "write_batch", 6)
+        convert(make_job(source, tmp_path / "b", "float32"))
+    weights = source / "model.safetensors"
+    before = weights.stat()
+    write(source, SMALL, random_tensors(SMALL, seed=1))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert weights.stat().st_size == before.st_size
+    with pytest.raises(InputError, match="b.partial is left of another conversion; remove it"):
+        convert(make_job(source, tmp_path / "b", "float32"))
+
+
+def test_another_config_is_another_conversion(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        killed(patch, conversion, "write_record")
+        convert(make_job(source, tmp_path / "b", "float32"))
+    (source / "config.json").write_text(json.dumps(SMALL | {"rms_norm_eps": 1e-5}))
+    with pytest.raises(InputError, match="b.partial is left of another conversion; remove it"):
+        convert(make_job(source, tmp_path / "b", "float32"))
+
+
+@pytest.mark.parametrize("line", [b"{", b"\xff", b"[1]", b'{"save": "x"}', b'{"save": "x", "crc32": 3}'])
+def test_a_damaged_record_of_progress_is_refused(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
+):
+    job = make_job(source, tmp_path / "b", "float32")
+    job.work.mkdir()
+    (job.work / "progress.jsonl").write_bytes(json.dumps(job.identity()).encode() + b"\n" + line + b"\n")
+    with pytest.raises(InputError, match="progress.jsonl is damaged; remove .*b.partial and convert again$"):
+        convert(job)
+
+
 def test_two_runs_at_once_are_refused(tmp_path: Path, source: Path):
     job = make_job(source, tmp_path / "b", "float32")
     job.work.mkdir()
@@ -368,8 +403,33 @@ def test_destinations_that_cannot_be(tmp_path: Path, source: Path, monkeypatch: 
     (tmp_path / "c.partial").mkdir()
     (tmp_path / "c.partial" / "mine").write_text("")
     assert "c.partial is in the way and not an unfinished conversion" in refused(tmp_path / "c")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "d.partial").symlink_to("elsewhere")
+    assert "d.partial is in the way and not an unfinished conversion" in refused(tmp_path / "d")
+    for name in ("x" * 250, "x" * 300):  # the first is too long only with .partial
+        assert "cannot be written: File name too long" in refused(tmp_path / name)
+    assert "cannot be written: embedded null byte" in refused(tmp_path / "a\0b")
     monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: conversion.shutil._ntuple_diskusage(9, 9, 1000))
     assert "b needs 0.00 GB; 0.00 GB are free" in refused(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.mkdir(), "merges.txt cannot be copied: it is not a file that can be read"),
+        (os.mkfifo, "merges.txt cannot be copied: it is not a file that can be read"),
+        (lambda path: path.symlink_to("../outside"), "merges.txt leaves the directory"),
+    ],
+    ids=["directory", "pipe", "link"],
+)
+def test_what_cannot_be_copied_is_noticed_before_anything_is_written(
+    tmp_path: Path, source: Path, spoil: Callable[[Path], Any], message: str
+):
+    spoil(source / "merges.txt")
+    (tmp_path / "outside").write_text("")
+    with pytest.raises(InputError, match=message):
+        make_job(source, tmp_path / "b", "float32")
+    assert files(tmp_path) == {"source", "outside"}
 
 
 def test_a_damaged_disk_is_noticed_by_verification(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
@@ -458,6 +518,44 @@ def test_both_kinds_of_directories_are_told_apart(whole: Path, source: Path):
     assert (converted.RECORD, converted.WEIGHTS) == ("conversion.json", "weights")
 
 
+def test_a_hugging_face_directory_may_hold_and_lie_beside_anything(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("weights", "state"):
+        (source / name).mkdir()
+    for place in (tmp_path, source):
+        (place / "progress.jsonl").write_text("of something else")
+    assert isinstance(open_directory(source), Checkpoint)
+    index = json.dumps({"weight_map": dict.fromkeys(random_tensors(SMALL), "a.safetensors")})
+    (source / "model.safetensors.index.json").write_text(index)
+    (source / "model.safetensors").rename(source / "a.safetensors")
+    assert isinstance(open_directory(source), Checkpoint)
+    monkeypatch.chdir(source)
+    assert isinstance(open_directory("."), Checkpoint)
+
+
+def test_a_converted_directory_may_lie_beside_anything(whole: Path):
+    (whole.parent / "progress.jsonl").write_text("of something else")
+    assert isinstance(open_directory(whole), Converted)
+
+
+def test_an_unfinished_result_is_known_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "result").mkdir()
+    (tmp_path / "progress.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path / "result")
+    with pytest.raises(InputError, match="is a conversion that was not finished"):
+        open_directory(".")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_tokenizer_that_is_a_link_to_outside_is_refused(tmp_path: Path, source: Path, name: str):
+    (tmp_path / "outside").write_text("{}")
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to("../outside")
+    with pytest.raises(InputError, match=f"{name} leaves the directory"):
+        ddtree_jax.load(source)
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -534,4 +632,4 @@ def test_a_source_that_is_none(tmp_path: Path, whole: Path, capsys: pytest.Captu
     assert command.main([str(tmp_path / "nothing"), str(tmp_path / "x")]) == 2
     assert "is not a directory" in capsys.readouterr().err
     assert command.main([str(whole), str(tmp_path / "x")]) == 2
-    assert "has neither model.safetensors" in capsys.readouterr().err
+    assert "b is converted already; give the Hugging Face directory" in capsys.readouterr().err

@@ -194,11 +194,13 @@ def test_vision_and_mtp_are_skipped_and_counted(
     extra |= {"mtp.fc.weight": one, "mtp.norm.weight": one, "visual.merger.norm.weight": one}
     with caplog.at_level(logging.INFO):
         assert_same(load(target_tensors(network, "model.language_model.") | extra), network)
-    assert skipped(Checkpoint(tmp_path)) == {"model.visual.": 3, "mtp.": 2, "visual.": 1}
+    assert skipped(Checkpoint(tmp_path), SMALL) == {"model.visual.": 3, "mtp.": 2, "visual.": 1}
     assert "{'model.visual.': 3, 'mtp.': 2, 'visual.': 1}" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["model.mtp.fc.weight", "mtpx.weight", "model.vision.x", "model.layers.0.visual.x"])
+@pytest.mark.parametrize(
+    "name", ["model.mtp.fc.weight", "mtpx.weight", "model.vision.x", "model.layers.0.visual.x", "t2d"]
+)
 def test_nothing_else_is_skipped(load: Load, tensors: dict[str, np.ndarray], name: str):
     with pytest.raises(InputError, match=f"unknown: {name.removeprefix('model.')}$"):
         load(tensors | {name: np.ones(1, np.float32)})

@@ -18,7 +18,9 @@ from safetensors.numpy import save_file
 from tiny import DRAFTER, tiny_drafter
 
 import ddtree_jax
+from convert.checkpoint import Checkpoint
 from convert.conversion import convert, make_job
+from convert.weights import skipped
 from ddtree_jax.config import BlockRule, DrafterConfig, WindowRule
 from ddtree_jax.errors import InputError
 from ddtree_jax.loading import Model
@@ -171,6 +173,13 @@ def reduced() -> Network:
         ({"d2t": np.zeros(7, np.float32)}, "not whole numbers: d2t is float32"),
         ({"d2t": None}, "missing: d2t"),
         ({"t2d": np.arange(13) < 7}, "draft vocabulary: t2d marks other tokens than d2t maps to"),
+        ({"t2d": np.ones(12, bool)}, "draft vocabulary: t2d is bool \\[12\\], should be bool \\[13\\]"),
+        ({"t2d": np.isin(np.arange(13), COVERED).astype(np.int64)}, "t2d is int64 \\[13\\], should be bool"),
+        ({"d2t": None}, "t2d marks only some tokens, and there is no d2t"),
+        ({"d2t": np.zeros(0, np.int64)}, "shape: d2t is \\[0\\], should be \\[7\\]$"),
+        ({"d2t": np.zeros((7, 1), np.int64)}, "shape: d2t is \\[7, 1\\], should be \\[7\\]$"),
+        ({"d2t": np.array(3)}, "shape: d2t is \\[\\], should be \\[7\\]$"),
+        ({"t2d.more": np.ones(13, bool)}, "unknown: t2d.more"),
         ({"lm_head.weight": None}, "a draft vocabulary of 7 tokens needs a head of its own"),
         ({"lm_head.weight": np.zeros((13, 48), np.float32)}, "lm_head.weight is \\[13, 48\\], should be \\[7, 48\\]"),
         ({"more.weight": np.zeros(3, np.float32)}, "unknown: more.weight"),
@@ -187,6 +196,23 @@ def test_a_map_without_t2d_is_enough(tmp_path, target_directory):
     assert ddtree_jax.load(target_directory, directory).drafter.config == REDUCED
 
 
+def test_the_whole_vocabulary_may_have_a_t2d_that_marks_it(tmp_path, target_directory):
+    whole = tiny_drafter(config=WHOLE)
+    directory = write(tmp_path / "drafter", whole, t2d=np.ones(13, bool))
+    assert ddtree_jax.load(target_directory, directory).drafter.config == WHOLE
+    assert skipped(Checkpoint(directory), WHOLE) == {"t2d": 1}
+    write(directory, whole, t2d=np.arange(13) < 12)
+    with pytest.raises(InputError, match="t2d marks only some tokens, and there is no d2t"):
+        ddtree_jax.load(target_directory, directory)
+
+
+def test_without_a_head_t2d_is_an_unknown_tensor(tmp_path, target_directory):
+    shared = dataclasses.replace(WHOLE, own_embedding=False, own_head=False)
+    directory = write(tmp_path / "drafter", tiny_drafter(config=shared), t2d=np.ones(13, bool))
+    with pytest.raises(InputError, match="unknown: t2d$"):
+        ddtree_jax.load(target_directory, directory)
+
+
 TENSORS = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -197,6 +223,8 @@ TENSORS = ("embed_tokens.weight", "lm_head.weight")
         ({"mask_token_id": ...}, "mask_token_id is missing"),
         ({"draft_vocab_size": 14}, "draft_vocab_size = 14 is above vocab_size = 13"),
         ({"sample_from_anchor": True}, "sample_from_anchor = True is not implemented"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type = 'eagle3' is not implemented"),
+        ({"sliding_window_non_causal": "no"}, "sliding_window_non_causal should be bool, found 'no'"),
         ({"transformer_layer_config": 3}, "transformer_layer_config should be an object"),
     ],
 )
