@@ -1,4 +1,4 @@
-"""Published targets by name: what their config.json says (reference_models.md 1.9), as data.
+"""Published targets and their drafters by name: what their config.json says (reference_models.md 1.9, 5.5), as data.
 
 For planning without a checkpoint. A checkpoint's own config.json is always what counts.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddtree_jax.config import TargetConfig
+from ddtree_jax.config import FULL, SLIDING, DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
 
 _COMMON = dict(hidden_act="silu", attention_bias=False, rms_norm_eps=1e-6)
@@ -99,9 +99,48 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+def _drafter(layers: int, size: int, kv: int, taps: tuple[int, ...], mask: int, window: int | None = None):
+    kinds = [FULL] * layers if window is None else [SLIDING] * (layers - 1) + [FULL]
+    return dict(
+        architectures=["DFlashDraftModel"],
+        model_type="qwen3",
+        num_hidden_layers=layers,
+        intermediate_size=size,
+        num_attention_heads=32,
+        num_key_value_heads=kv,
+        head_dim=128,
+        rope_theta=1e7,
+        layer_types=kinds,
+        sliding_window=window,
+        block_size=16,
+        dflash_config=dict(mask_token_id=mask, target_layer_ids=list(taps)),
+    )
+
+
+# By the target they belong to. For Qwen3.5-0.8B none is published: this is one on the plan of the others.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "Qwen3.5-0.8B": _drafter(5, 3584, 8, (1, 6, 11, 16, 21), 248070),
+    "Qwen3.5-4B": _drafter(6, 9216, 8, (1, 5, 9, 13, 17, 21, 25, 29), 248077, window=4096),
+    "Qwen3.5-27B": _drafter(5, 17408, 8, (1, 16, 31, 46, 61), 248070),
+    "Qwen3.5-35B-A3B": _drafter(8, 6144, 4, (1, 10, 19, 28, 37), 248070),
+}
+
+
 def published(name: str) -> TargetConfig:
     """The configuration of a published target; InputError for a name that is not in the table."""
     known = {size.lower(): size for size in SIZES}
     if name.lower() not in known:
         raise InputError(f"{name!r} is neither a directory nor one of {', '.join(SIZES)}")
     return TargetConfig.from_hf(SIZES[known[name.lower()]])
+
+
+def published_drafter(target: str) -> DrafterConfig:
+    """The configuration of the drafter of a published target; InputError where the table has none."""
+    known = {name.lower(): name for name in DRAFTERS}
+    if target.lower() not in known:
+        raise InputError(f"no drafter of {target!r} in the table: it has those of {', '.join(DRAFTERS)}")
+    name = known[target.lower()]
+    shared = {key: SIZES[name][key] for key in ("hidden_size", "vocab_size")}
+    return DrafterConfig.from_hf(
+        _COMMON | DRAFTERS[name] | shared | {"num_target_layers": SIZES[name]["num_hidden_layers"]}
+    )
