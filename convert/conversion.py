@@ -169,7 +169,7 @@ def batches(parameters: Iterable[Parameter], limit: int = BATCH) -> Iterator[lis
 
 def checksum(array: np.ndarray) -> int:
     """CRC-32 of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def verify_weights(job: Job, checksums: dict[str, int], on_progress: OnProgress) -> None:

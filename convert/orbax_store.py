@@ -10,6 +10,7 @@ Partial saves are in `experimental` and may move: hence one file.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,13 +56,13 @@ def keep_saves(path: Path, kept: set[str]) -> None:
 def save(path: Path, arrays: Mapping[str, np.ndarray]) -> Callable[[], Any]:
     """Start to add arrays to an unfinished checkpoint; returns what waits until they are there, and may be changed."""
     with _context():
-        return ocp.partial.save_async(path, dict(arrays)).result
+        return ocp.partial.save_async(os.fspath(path), dict(arrays)).result
 
 
 def finish(path: Path) -> None:
     """Make one checkpoint of all saves."""
     with _context():
-        ocp.partial.finalize(path)
+        ocp.partial.finalize(os.fspath(path))
 
 
 def load(
@@ -82,7 +83,7 @@ def read(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _load(path: Path, wanted: dict[str, Any], context: ocp.Context) -> dict[str, Any]:
     try:
         with context:
-            return ocp.load(path.absolute(), wanted)
+            return ocp.load(os.path.abspath(path), wanted)
     except Exception as error:  # Orbax and TensorStore raise of everything, and all of it means the same
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"{path} is damaged: {reason[0][:300]}; convert the checkpoint again") from error

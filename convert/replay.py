@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from ddtree_jax.decode.loop import prefill, trace_round
-from ddtree_jax.decode.round import RoundTrace
 from ddtree_jax.decode.state import DecodeState
 from ddtree_jax.generation import Options, make_request
 from ddtree_jax.loading import Model
@@ -20,8 +19,8 @@ class Round:
     """One row's tree (root first, pads left out) and walk in one round.
 
     path: accepted nodes, the root's 0 first. draft_logits [L, V]: the marginals the tree was built from, None where
-    nothing is drafted and where a selector scores pairs of tokens. start: the root's position. scores [N]: of the nodes. choices: the target's token after each accepted node.
-    logits [N, V]: the target's, None unless asked for.
+    nothing is drafted and where a selector scores pairs of tokens. start: the root's position. scores [N]: of the
+    nodes. choices: the target's token after each accepted node. logits [N, V]: the target's, None unless asked for.
     """
 
     tokens: list[int]
@@ -65,8 +64,8 @@ def outputs(state: DecodeState) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(tokens, produced, strict=True)]
 
 
-def _round_of(seen: RoundTrace, start: int) -> Round:
-    """From one row's part of what a round saw."""
+def _round_of(seen: Any, start: int) -> Round:
+    """From one row's part of what a round saw: a RoundTrace of NumPy arrays."""
     tree, walk, real = seen.tree, seen.walk, seen.tree.valid
     return Round(
         *(x[real].tolist() for x in (tree.token, tree.parent, tree.depth)),

@@ -479,8 +479,8 @@ def quantised_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     reader = _Reader(found, "quantization_config")
     reader.expect("fmt", "e4m3")
     reader.expect("activation_scheme", "dynamic")
-    block = reader.get("weight_block_size", [128, 128], kind=list)
-    if block is not None and not (len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+    block = reader.get("weight_block_size", [128, 128], kind=list) or []
+    if not (len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
         reader.problems.append(f"weight_block_size should be two sizes, found {block!r}")
     reader.finish()
     return block[0], block[1]

@@ -62,7 +62,7 @@ def measure(model: Model, max_new_tokens: int, tree_budget: int) -> dict[str, tu
     passes: dict[str, list[float]] = {name: [] for name in METHODS}
     for _ in tqdm(range(REPEATS + 1), desc="passes", disable=None, leave=False):
         for name, options in METHODS.items():
-            options = options | dict(tree_budget=tree_budget, max_new_tokens=max_new_tokens)
+            options: dict[str, Any] = options | dict(tree_budget=tree_budget, max_new_tokens=max_new_tokens)
             results[name] = [generate(model, [prompt], **options)[0] for prompt in PROMPTS]
             passes[name].append(sum(r.decode_seconds for r in results[name]))
     # the first pass warms up

@@ -144,6 +144,13 @@ def test_setup_asks_for_the_python_that_pyproject_states(root: Path):
     assert minimum and stated == f">={minimum[1]}"
 
 
+def test_the_test_extra_has_the_versions_of_parity_and_real(root: Path):
+    """With Python 3.11 alone: elsewhere PyTorch can be gigabytes."""
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    marked = {entry for entry in extras["test"] if ";" in entry}
+    assert marked == {f"{entry}; python_version < '3.12'" for entry in extras["parity"] + extras["real"]}
+
+
 @pytest.mark.parametrize("script", ["scripts/setup.sh", "scripts/demo.sh", "scripts/test.sh", ".ci/run"])
 def test_scripts_parse(root: Path, script: str):
     assert subprocess.run(["bash", "-n", str(root / script)]).returncode == 0

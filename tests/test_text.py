@@ -288,6 +288,46 @@ def test_real_vocabularies_stream(real: Callable[[str], Tokenizer], name: str):
             assert "".join(stream(tokenizer, [[i] for i in ids[:end]])) == tokenizer.decode(ids[:end])
 
 
+@pytest.mark.parametrize(("name", "rows"), [("qwen3", 151_936), ("qwen3_5", 248_320)])
+def test_any_ids_of_a_real_vocabulary_in_any_chunks(real: Callable[[str], Tokenizer], name: str, rows: int):
+    """Random ids, up to the rows of the embedding; those that are parts of characters, and special ones, often."""
+    tokenizer = real(name)
+    parts = [i for i in range(20_000) if "\ufffd" in tokenizer.token_bytes(i).decode(errors="replace")]
+    assert len(parts) > 150
+    any_id = st.one_of(st.sampled_from(parts), st.sampled_from(sorted(tokenizer.hidden)), st.integers(0, rows - 1))
+    chunks = st.lists(st.lists(any_id, max_size=5), max_size=8)
+
+    @settings(max_examples=300)
+    @given(chunks, st.booleans())
+    def run(chunks: list[list[int]], skip: bool) -> None:
+        whole = tokenizer.decode([i for chunk in chunks for i in chunk], skip_special_tokens=skip)
+        assert "".join(stream(tokenizer, chunks, skip_special_tokens=skip)) == whole
+
+    run()
+
+
+@pytest.mark.parametrize(("name", "entries"), [("qwen3", 151_669), ("qwen3_5", 248_077)])
+def test_every_id_of_a_real_vocabulary(real: Callable[[str], Tokenizer], name: str, entries: int):
+    """All of them in a row, forwards and backwards: parts of characters that fit and that do not, cut everywhere."""
+    tokenizer = real(name)
+    assert tokenizer.vocab_size == entries
+    for ids in (range(entries), range(entries - 1, -1, -1)):
+        chunks = [list(ids[i : i + 97]) for i in range(0, entries, 97)]
+        assert "".join(stream(tokenizer, chunks)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_characters_of_a_real_vocabulary_come_whole(real: Callable[[str], Tokenizer], name: str):
+    """Rare characters are several tokens, none of which shows before the last; special tokens in between are silent."""
+    tokenizer = real(name)
+    for character in "🫎𓀀":
+        ids = tokenizer.encode(character)
+        assert len(ids) > 1, character
+        assert stream(tokenizer, [[i] for i in ids]) == [""] * (len(ids) - 1) + [character, ""]
+        end_of_turn = tokenizer.token_id("<|im_end|>")
+        assert stream(tokenizer, [[i, end_of_turn] for i in ids])[-2:] == [character, ""]
+
+
 def test_real_ids(real: Callable[[str], Tokenizer]):
     tokenizer = real("qwen3")
     assert tokenizer.encode("Hello, world!") == [9707, 11, 1879, 0]

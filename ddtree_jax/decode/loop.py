@@ -23,6 +23,7 @@ from ddtree_jax.models.network import Network
 from ddtree_jax.parallel import on_its_mesh, replicate
 
 PREFILL_SIZES = (64, 256, 1024)  # compiled chunk lengths: no prompt length compiles anything else
+PASS_TOKENS = 128  # what a pass costs beside its tokens: the weights are read once
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +93,17 @@ def prefill_chunk(
     write of a cache after its reads, and XLA would then copy it (in a round the walk stands between the two).
     """
     last, made, features = read_chunk(target, drafter, state, last, ids, lengths, start)
-    return write_chunk(target, drafter, state, made, features, lengths, start), last
+    state, rows = take_delta(state, made)
+    return write_chunk(target, drafter, state, rows, features, lengths, start), last
+
+
+def take_delta(state: DecodeState, made: list[KVRows | DeltaCache]) -> tuple[DecodeState, list[KVRows | None]]:
+    """Put in the new delta caches, buffers as they are, and leave the rows that are still to be written.
+
+    Given to `write_chunk` beside the state they would be copied.
+    """
+    caches = tuple(m if isinstance(m, DeltaCache) else c for c, m in zip(state.caches, made, strict=True))
+    return dataclasses.replace(state, caches=caches), [None if isinstance(m, DeltaCache) else m for m in made]
 
 
 @jax.jit
@@ -122,7 +133,7 @@ def write_chunk(
     target: Network,
     drafter: Network | None,
     state: DecodeState,
-    made: list[KVRows | DeltaCache],
+    rows: list[KVRows | None],
     features: Float[Array, "B T features"],
     lengths: Int[Array, " B"],
     start: Int[Array, ""],
@@ -131,7 +142,7 @@ def write_chunk(
     offset = jnp.full_like(state.length, start)
     return dataclasses.replace(
         state,
-        caches=module(target).extend(state.caches, made, offset),
+        caches=module(target).extend(state.caches, rows, offset),
         draft_caches=extend_context(module(drafter), state.draft_caches, features, offset),
         length=jnp.clip(lengths, 0, start + features.shape[1]),
     )
@@ -165,14 +176,24 @@ class Request:
 
 
 def prefill_plan(longest: int) -> list[tuple[int, int]]:
-    """(start, size) of the chunks that cover `longest` prompt tokens, sizes from PREFILL_SIZES."""
-    plan, start = [], 0
-    while start < longest:
-        left = longest - start
-        size = next((s for s in PREFILL_SIZES if s >= left), PREFILL_SIZES[-1])
-        plan.append((start, size))
-        start += size
-    return plan
+    """(start, size) of the chunks that cover `longest` prompt tokens, sizes from PREFILL_SIZES, the largest first.
+
+    The cheapest plan, where a pass costs as much as PASS_TOKENS tokens beside its own: two passes of 256 rather than
+    one of 1024 for 300 tokens, one of 256 rather than three of 64 for 150.
+    """
+    largest = max(PREFILL_SIZES)
+    whole = [largest] * (longest // largest)
+    sizes = whole + _cheapest_cover(longest - sum(whole))
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    return list(zip(starts, sizes, strict=True)) if sizes else []
+
+
+def _cheapest_cover(left: int) -> list[int]:
+    """Chunk sizes, descending, for fewer tokens than the largest chunk has."""
+    if left <= 0:
+        return []
+    plans = (sorted([size, *_cheapest_cover(left - size)], reverse=True) for size in PREFILL_SIZES)
+    return min(plans, key=lambda plan: (sum(plan) + PASS_TOKENS * len(plan), len(plan)))
 
 
 def bucket(size: int, smallest: int) -> int:

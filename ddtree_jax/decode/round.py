@@ -15,7 +15,17 @@ from ddtree_jax.decode.sampling import Sampling, couple, pick
 from ddtree_jax.decode.state import DecodeState, Progress, RoundConfig
 from ddtree_jax.models import Drafter, Target
 from ddtree_jax.models.blocks import KVCache, Rows, TreeBlock, commit, take_path
-from ddtree_jax.tree import Branches, DraftTree, Walk, ancestor_ids, ancestor_mask, grow, marginal_branches, walk
+from ddtree_jax.tree import (
+    Branches,
+    DraftTree,
+    Walk,
+    ancestor_ids,
+    ancestor_mask,
+    grow,
+    marginal_branches,
+    walk,
+    walk_choices,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +51,7 @@ def decode_round(
         hidden, features, rows = target.verify(tree.token, state.caches, block, taps)
         logits = target.logits(hidden)
     with jax.named_scope("walk"):
-        walked = walk(tree, chooser(logits, state.sampling, state.length), config.max_depth)
+        walked = accepted_path(tree, block, logits, state)
         kept, stopped = count_kept(walked, state.progress)
     with jax.named_scope("commit"):
         state = advance(drafter, state, tree, walked, kept, stopped, rows, features)
@@ -117,14 +127,19 @@ def tree_block(tree: DraftTree, length: Int[Array, " B"], max_depth: int) -> Tre
     )
 
 
-def chooser(logits: Float[Array, "B N V"], sampling: Sampling, length: Int[Array, " B"]):
-    """The walk's question: which token does the target choose after this node?
+def accepted_path(tree: DraftTree, block: TreeBlock, logits: Float[Array, "B N V"], state: DecodeState) -> Walk:
+    """The walk by the target's own choices.
 
     Greedy choices are one argmax over all nodes; sampled ones are drawn along the walk only, at most P of them.
     """
-    if sampling.greedy:
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return lambda node, depth: jnp.take_along_axis(best, node[:, None], axis=1)[:, 0]
+    if state.sampling.greedy:
+        return walk_choices(tree, jnp.argmax(logits, axis=-1).astype(jnp.int32), block.ancestors)
+
+    return walk(tree, chooser(logits, state.sampling, state.length), block.max_depth)
+
+
+def chooser(logits: Float[Array, "B N V"], sampling: Sampling, length: Int[Array, " B"]):
+    """The walk's question: which token does the target draw after this node?"""
 
     def choose(node, depth):
         row = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]

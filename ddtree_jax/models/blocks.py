@@ -104,8 +104,13 @@ def sequence_block(length: Int[Array, " B"], count: Int[Array, " B"], size: int)
     return SequenceBlock(length[:, None] + steps, length, mask, count)
 
 
-def extend(cache: Cache, made: KVRows | DeltaCache, length: Int[Array, " B"]) -> Cache:
-    """A layer's cache after a sequence: an attention layer made rows to write, a delta layer its new cache."""
+def extend(cache: Cache, made: KVRows | DeltaCache | None, length: Int[Array, " B"]) -> Cache:
+    """A layer's cache after a sequence: an attention layer made rows to write, a delta layer its new cache.
+
+    None: `cache` is up to date.
+    """
+    if made is None:
+        return cache
     if isinstance(made, DeltaCache):
         return made
     assert isinstance(cache, KVCache)

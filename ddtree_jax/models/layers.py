@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import Llama3Scaling, RopeConfig, YarnScaling
 from ddtree_jax.models.quantised import operands
+from ddtree_jax.ops.dispatch import platform
 
 INIT_STD = 0.02
 
@@ -26,7 +27,7 @@ def linear(
     there.
     """
     rows = x.reshape(-1, x.shape[-1])
-    lone = rows.shape[0] == 1 and weight.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    lone = rows.shape[0] == 1 and weight.dtype == jnp.bfloat16 and platform() == "cpu"
     rows = jnp.concatenate([rows, rows]) if lone else rows
     y = jnp.einsum("ti,oi->to", rows, weight, preferred_element_type=jnp.float32)
     y = y[: math.prod(x.shape[:-1])].reshape(*x.shape[:-1], weight.shape[0])

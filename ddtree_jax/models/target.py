@@ -99,7 +99,7 @@ class Target(nnx.Module):
         return self._run(ids, caches, sequence_block(length, count, ids.shape[1]), taps)
 
     def extend(
-        self, caches: Sequence[Cache], made: Sequence[KVRows | DeltaCache], length: Int[Array, " B"]
+        self, caches: Sequence[Cache], made: Sequence[KVRows | DeltaCache | None], length: Int[Array, " B"]
     ) -> tuple[Cache, ...]:
         """The caches after a `sequence` call. Needs room for T more slots."""
         return tuple(extend(c, m, length) for c, m in zip(caches, made, strict=True))

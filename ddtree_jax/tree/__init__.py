@@ -3,7 +3,7 @@
 from ddtree_jax.tree.draw import draw_tree, host_row
 from ddtree_jax.tree.expand import KINDS, Branches, expand, grow, marginal_branches, marginals
 from ddtree_jax.tree.topology import DraftTree, ancestor_ids, ancestor_mask
-from ddtree_jax.tree.walk import Walk, walk
+from ddtree_jax.tree.walk import Walk, walk, walk_choices
 
 __all__ = [
     "KINDS",
@@ -19,4 +19,5 @@ __all__ = [
     "marginal_branches",
     "marginals",
     "walk",
+    "walk_choices",
 ]

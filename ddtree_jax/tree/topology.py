@@ -42,14 +42,17 @@ def ancestor_ids(parent: Int[Array, "B N"], levels: int) -> Int[Array, "B N leve
         parent: int32, -1 where a node has none.
         levels: static, at least 1; `levels - 1` parents are followed.
     """
-    itself = jnp.broadcast_to(jnp.arange(parent.shape[1], dtype=parent.dtype), parent.shape)
+    chain = jnp.broadcast_to(jnp.arange(parent.shape[1], dtype=parent.dtype), parent.shape)[..., None]
+    while (known := chain.shape[2]) < levels:  # a node's next ancestors are the known ones of the last one's parent
+        last = _at(parent, chain[..., -1])
+        chain = jnp.concatenate([chain, _at(chain, last)[..., : levels - known]], axis=2)
+    return chain
 
-    def step(node, _):
-        above = jnp.take_along_axis(parent, jnp.maximum(node, 0), axis=1)
-        return jnp.where(node < 0, -1, above), node
 
-    _, chain = jax.lax.scan(step, itself, length=levels)
-    return jnp.moveaxis(chain, 0, -1)
+def _at(rows: Int[Array, "B N *rest"], node: Int[Array, "B N"]) -> Int[Array, "B N *rest"]:
+    """The rows of other nodes; -1 for node -1."""
+    found = jax.vmap(lambda row, index: row[index])(rows, node)
+    return jnp.where((node < 0).reshape(*node.shape, *[1] * (rows.ndim - 2)), -1, found)
 
 
 def ancestor_mask(parent: Int[Array, "B N"], max_depth: int) -> Bool[Array, "B N N"]:

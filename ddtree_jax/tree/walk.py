@@ -46,3 +46,24 @@ def walk(tree: DraftTree, choose: Callable[[Array, Array], Array], max_depth: in
     start = jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
     _, (path, tokens, accepted) = jax.lax.scan(step, start, jnp.arange(max_depth + 1, dtype=jnp.int32))
     return Walk(path.T, accepted.sum(axis=0, dtype=jnp.int32), tokens.T)
+
+
+def walk_choices(tree: DraftTree, choice: Int[Array, "B N"], ancestors: Int[Array, "B N P"]) -> Walk:
+    """The walk where the target's token after every node is known: the same result without a loop.
+
+    A node is accepted when it and all its ancestors below the root are what the target chose after their parents.
+    Siblings have different tokens, so there is one such node a depth, and they are a path.
+
+    Args:
+        choice: int32, the target's token after each node.
+        ancestors: `ancestor_ids(tree.parent, max_depth + 1)`.
+    """
+    wanted = jnp.take_along_axis(choice, jnp.maximum(tree.parent, 0), axis=1)
+    chosen = (tree.valid & (tree.token == wanted)).at[:, 0].set(True)
+    above = jax.vmap(lambda row, index: row[index])(chosen, jnp.maximum(ancestors, 0))
+    accepted = jnp.all(above | (ancestors < 0), axis=2)
+    here = accepted[:, None, :] & (tree.depth[:, None, :] == jnp.arange(ancestors.shape[2])[:, None])
+    there = here.any(axis=2)
+    path = jnp.argmax(here, axis=2).astype(jnp.int32)
+    tokens = jnp.where(there, jnp.take_along_axis(choice, path, axis=1), 0)
+    return Walk(path, there.sum(axis=1, dtype=jnp.int32), tokens)

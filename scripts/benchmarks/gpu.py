@@ -217,6 +217,7 @@ def head(arguments: argparse.Namespace) -> dict[str, Any]:
         "platform": jax.default_backend(),
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
+        "implementation": os.environ.get("DDTREE_IMPLEMENTATION", "default"),
         "dtype": arguments.dtype,
         "context": arguments.context,
         "turns": arguments.turns,

@@ -1,4 +1,4 @@
-"""Every architecture against the installed `transformers`: a tiny random model is built, saved, loaded, and compared
+"""Every architecture against the installed `transformers`: a tiny random model is built, saved, converted, and compared
 module by module. Needs the extra `parity`; tests/models compares the same architectures with recorded numbers.
 """
 
@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from convert import reference
 from convert.checkpoint import Checkpoint
 from convert.compare import Report, compare
+from convert.conversion import convert, make_job
 from convert.recording import read_recording
 from convert.weights import skipped
 
@@ -61,6 +63,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=32,
 )
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
+LLAMA3_PARTIAL = dict(LLAMA3, partial_rotary_factor=0.5)
 YARN_BETAS = dict(YARN, beta_fast=16.0, beta_slow=2.0, attention_factor=1.3)
 
 # name -> (transformers config class without "Config", rope, further settings)
@@ -70,10 +73,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", PLAIN, dict(EXPERTS, norm_topk_prob=True)),
     "qwen3_moe not normalised, one dense layer": ("Qwen3Moe", PLAIN, dict(EXPERTS, mlp_only_layers=[0])),
     "qwen3_next": ("Qwen3Next", PARTIAL, dict(HYBRID, **EXPERTS, **SHARED)),
+    "qwen3_next yarn": ("Qwen3Next", dict(YARN, partial_rotary_factor=0.25), dict(HYBRID, **EXPERTS, **SHARED)),
     "qwen3_5_text": ("Qwen3_5Text", MROPE, HYBRID),
     "qwen3_5_text tied": ("Qwen3_5Text", MROPE, dict(HYBRID, tie_word_embeddings=True)),
     "qwen3_5_text yarn": ("Qwen3_5Text", dict(YARN, partial_rotary_factor=0.5), HYBRID),
+    "qwen3_5_text llama3": ("Qwen3_5Text", LLAMA3_PARTIAL, HYBRID),
     "qwen3_5_moe_text": ("Qwen3_5MoeText", MROPE, dict(HYBRID, **EXPERTS, **SHARED)),
+    "llama": ("Llama", PLAIN, {}),
     "llama llama3": ("Llama", LLAMA3, {}),
     "llama yarn": ("Llama", YARN, {}),
 }
@@ -108,6 +114,13 @@ def record(directory: Path, out: Path, *options: str) -> None:
     assert reference.main([str(directory), str(out), *arguments]) == 0
 
 
+def converted(directory: Path) -> Path:
+    """The directory's conversion, beside it."""
+    destination = directory.with_name("converted")
+    convert(make_job(directory, destination, "float32"))
+    return destination
+
+
 def saved(name: str, directory: Path) -> Path:
     """The case's model, saved by `transformers`."""
     model_class = getattr(transformers, f"{CASES[name][0].removesuffix('Text')}ForCausalLM")
@@ -133,24 +146,57 @@ def test_architecture(name, tmp_path):
     record(directory, tmp_path / "out.npz")
     recording = read_recording(tmp_path / "out.npz")
     assert recording.logits.std() > 0.5  # numbers that a mistake would move
-    report = compare(directory, recording)
+    report = compare(converted(directory), recording)
     check(report, 5e-4 if "linear_attention" in str(CASES[name]) else 1e-4)
     assert len(report.layers) == 2
 
 
 @pytest.mark.slow
-def test_vision_language_checkpoint(tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_vision_language_checkpoint(name, tmp_path):
     """Weights under model.language_model, settings under text_config, and a vision tower that is left out."""
-    classes = transformers.models.qwen3_5
-    text = config_of("qwen3_5_text").to_dict()
-    config = classes.Qwen3_5Config(text_config=text, vision_config=dict(VISION), tie_word_embeddings=False)
-    build(classes.Qwen3_5ForConditionalGeneration, config).save_pretrained(tmp_path / "model")
+    classes, family = getattr(transformers.models, name), CASES[f"{name}_text"][0].removesuffix("Text")
+    settings = dict(text_config=config_of(f"{name}_text").to_dict(), vision_config=dict(VISION))
+    config = getattr(classes, f"{family}Config")(**settings, tie_word_embeddings=False)
+    build(getattr(classes, f"{family}ForConditionalGeneration"), config).save_pretrained(tmp_path / "model")
     checkpoint = Checkpoint(tmp_path / "model")
     assert "text_config" in json.loads((tmp_path / "model" / "config.json").read_text())
     assert any(name.startswith("model.language_model.layers.1.") for name in checkpoint.names())
     assert skipped(checkpoint)["model.visual."] > 10
     record(tmp_path / "model", tmp_path / "out.npz")
-    check(compare(tmp_path / "model", read_recording(tmp_path / "out.npz")), 5e-4)
+    check(compare(converted(tmp_path / "model"), read_recording(tmp_path / "out.npz")), 5e-4)
+
+
+def restacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A layer's experts in two tensors where they are one by one, and one by one where they are in two."""
+    experts = {name: x for name, x in tensors.items() if ".experts." in name}
+    result = {name: x for name, x in tensors.items() if name not in experts}
+    for before in {name.partition(".experts.")[0] + ".experts" for name in experts}:
+        if f"{before}.down_proj" in experts:
+            gate, up = np.split(experts[f"{before}.gate_up_proj"], 2, axis=1)
+            stacks = {"gate": gate, "up": up, "down": experts[f"{before}.down_proj"]}
+            for kind, stack in stacks.items():
+                result |= {f"{before}.{e}.{kind}_proj.weight": np.ascontiguousarray(x) for e, x in enumerate(stack)}
+        else:
+            gate, up, down = (
+                np.stack([experts[f"{before}.{e}.{kind}_proj.weight"] for e in range(EXPERTS["num_experts"])])
+                for kind in ("gate", "up", "down")
+            )
+            result |= {f"{before}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{before}.down_proj": down}
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "qwen3_5_moe_text"])
+def test_experts_one_by_one_and_fused(name, tmp_path):
+    """`transformers` saves one of the two; ours reads both, and both are what `transformers` computes."""
+    directory = saved(name, tmp_path / "model")
+    record(directory, tmp_path / "out.npz")
+    tensors = load_file(directory / "model.safetensors")
+    other = restacked(tensors)
+    assert sum(".experts." in x for x in tensors) != sum(".experts." in x for x in other)
+    save_file(other, directory / "model.safetensors", metadata={"format": "pt"})
+    check(compare(directory, read_recording(tmp_path / "out.npz")), 5e-4)
 
 
 @pytest.mark.slow

@@ -128,8 +128,9 @@ def test_prefill_copies_no_cache():
     kv = [c for c in caches_of(state) if isinstance(c, KVCache)]
     assert read.compile().memory_analysis().temp_size_in_bytes < 0.3 * size_of(kv[0].k)
     _, made, features = jax.eval_shape(loop.read_chunk, target, drafter, state, last, ids, lengths, begin)
-    write = loop.write_chunk.lower(target, drafter, state, made, features, lengths, begin)
-    check_in_place(write.compile(), kv)
+    state, rows = loop.take_delta(state, made)
+    write = loop.write_chunk.lower(target, drafter, state, rows, features, lengths, begin)
+    check_in_place(write.compile(), caches_of(state))
 
 
 def test_a_donated_state_is_gone():
@@ -181,7 +182,10 @@ def test_no_round_is_run_when_all_rows_are_done():
         (64, [(0, 64)]),
         (65, [(0, 256)]),
         (256, [(0, 256)]),
-        (257, [(0, 1024)]),
+        (150, [(0, 256)]),
+        (257, [(0, 256), (256, 64)]),
+        (400, [(0, 256), (256, 256)]),
+        (600, [(0, 1024)]),
         (1024, [(0, 1024)]),
         (1025, [(0, 1024), (1024, 64)]),
         (1100, [(0, 1024), (1024, 256)]),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ops.oracle import distance, random_tree
 
-from ddtree_jax.ops.tree_attention import IMPLEMENTATIONS, tree_attention
+from ddtree_jax.ops.tree_attention import IMPLEMENTATIONS, pallas_triton, tree_attention
 from ddtree_jax.tree import ancestor_mask
 
 each = pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
@@ -171,3 +171,14 @@ def test_unknown_implementation():
     rows = inputs(np.random.default_rng(9), 1, 1, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="unknown implementation 'flash': choose one of xla, reference"):
         attend(*rows, np.array([1]), np.ones((1, 1, 1), bool), implementation="flash")
+
+
+def test_the_kernel_goes_through_several_blocks(monkeypatch):
+    """Three blocks of nodes, two of rows, three of slots in each of two parts; windows that begin in different ones."""
+    rng = np.random.default_rng(9)
+    rows, mask = inputs(rng, 1, 70, 1, 1, 150, 24), random_mask(rng, 1, 70)
+    length = rng.integers(100, 151, (1, 70)).astype(np.int32)
+    start = np.where(np.arange(70) % 2, length - 40, 0).astype(np.int32)
+    monkeypatch.setattr(pallas_triton, "PROGRAMS", 4)
+    out = jax.jit(partial(tree_attention, implementation="pallas"))(*rows, length, mask, context_start=start)
+    assert distance(out, loop(*rows, length, mask, start)) < 2e-6

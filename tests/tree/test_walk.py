@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.tree import DraftTree, walk
+from ddtree_jax.tree import DraftTree, ancestor_ids, walk, walk_choices
 
 # Tokens of the nodes; parents:      root -> 1(5) -> 3(6) -> 4(0);  root -> 2(9);  nodes 5 and 6 are pads.
 TOKEN = [7, 5, 9, 6, 0, 0, 0]
@@ -76,3 +76,26 @@ def test_a_tree_of_the_root_alone_emits_one_token():
     np.testing.assert_array_equal(result.path, [[0]])
     np.testing.assert_array_equal(result.count, [1])
     np.testing.assert_array_equal(result.tokens, [[7]])
+
+
+def test_known_choices_give_the_same_walk():
+    """Random trees of 12 nodes and 3 pads over 4 tokens, siblings with different ones; most choices lead somewhere."""
+    rng = np.random.default_rng(0)
+    parent, token = np.full((60, 15), -1), np.zeros((60, 15), int)
+    depth = np.zeros((60, 15), int)
+    for row in range(60):
+        for node in range(1, 12):
+            free = [
+                (p, t) for p in range(node) for t in range(4) if (p, t) not in zip(parent[row], token[row], strict=True)
+            ]
+            parent[row, node], token[row, node] = free[rng.integers(len(free))]
+            depth[row, node] = depth[row, parent[row, node]] + 1
+    deepest = int(depth.max())
+    tree = DraftTree(*map(jnp.asarray, (token, parent, depth, np.zeros((60, 15), np.float32), np.arange(15) < 12)))
+    tree = jax.tree.map(lambda x: jnp.broadcast_to(x, (60, 15)), tree)
+    choice = jnp.asarray(rng.integers(0, 4, (60, 15)), jnp.int32)
+    expected = walk(tree, lambda node, depth: jnp.take_along_axis(choice, node[:, None], axis=1)[:, 0], deepest)
+    result = walk_choices(tree, choice, ancestor_ids(tree.parent, deepest + 1))
+    for name in ("count", "path", "tokens"):
+        np.testing.assert_array_equal(getattr(result, name), getattr(expected, name), err_msg=name)
+    assert 1 in result.count and max(result.count) > 3

@@ -11,7 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 from ddtree_jax.ops.dispatch import choose
 from ddtree_jax.ops.tree_attention import reference, xla
 
-IMPLEMENTATIONS = {"xla": xla.tree_attention, "reference": reference.tree_attention}
+
+def _pallas(*arguments):
+    from ddtree_jax.ops.tree_attention import pallas_triton  # importing Pallas takes time that a CPU need not spend
+
+    return pallas_triton.tree_attention(*arguments)
+
+
+IMPLEMENTATIONS = {"xla": xla.tree_attention, "reference": reference.tree_attention, "pallas": _pallas}
 
 
 def tree_attention(
@@ -36,7 +43,7 @@ def tree_attention(
       mask: node i sees node j where mask[b, i, j]; the caller includes j = i.
       context_start: first visible slot, 0 when None (a sliding window's lower end).
       scale: factor on the scores, D**-0.5 when None.
-      implementation: "xla" (default) or "reference".
+      implementation: "xla" (default), "reference" or "pallas" (the default on a GPU; elsewhere it is interpreted).
 
     Returns:
       The dtype of q. Scores and softmax are float32; probabilities are cast to the values' dtype (as HF does).
@@ -44,5 +51,5 @@ def tree_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     length = jnp.broadcast_to(length[:, None] if length.ndim == 1 else length, q.shape[:2])
-    attend = choose(IMPLEMENTATIONS, implementation)
+    attend = choose(IMPLEMENTATIONS, implementation, gpu="pallas")
     return attend(q, k_cache, v_cache, k_nodes, v_nodes, length, mask, context_start, scale)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ddtree_jax.ops.dispatch import platform
+
 LOWEST = float(jnp.finfo(jnp.float32).min)  # finite: a row that sees nothing must give no NaN
 
 
@@ -58,6 +60,6 @@ def _joint_softmax(scores, visible):
 
 def _dot(pattern, left, right):
     """A batched product, float32 result. One bfloat16 row goes in twice: for a single one XLA:CPU converts `right`."""
-    if left.shape[2] == 1 and left.dtype == jnp.bfloat16:
+    if left.shape[2] == 1 and left.dtype == jnp.bfloat16 and platform() == "cpu":
         return _dot(pattern, jnp.repeat(left, 2, axis=2), right)[:, :, :1]
     return jnp.einsum(pattern, left, right, preferred_element_type=jnp.float32)

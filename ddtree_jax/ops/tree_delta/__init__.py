@@ -11,7 +11,14 @@ from ddtree_jax.ops.tree_delta.commit import DeltaFactors, commit_path, replay_p
 
 __all__ = ["DeltaFactors", "commit_path", "replay_path", "tree_delta"]
 
-IMPLEMENTATIONS = {"solve": xla.solve, "levels": xla.levels, "scan": reference.scan}
+
+def _pallas(*arguments):
+    from ddtree_jax.ops.tree_delta import pallas_triton  # importing Pallas takes time that a CPU need not spend
+
+    return pallas_triton.solve(*arguments)
+
+
+IMPLEMENTATIONS = {"solve": xla.solve, "levels": xla.levels, "scan": reference.scan, "pallas": _pallas}
 
 
 def tree_delta(
@@ -36,13 +43,16 @@ def tree_delta(
       parent: a node's parent, at a lower index; -1 for the root and for pads, each then a root of its own.
       depth: 0 where parent is -1, else the parent's + 1.
       max_depth: static, at least every depth.
-      implementation: "solve" (default: a triangular solve, no state per node), "levels" (all nodes of a depth at once)
-        or "scan" (node by node, the definition); the last two keep a state per node.
+      implementation: "solve" (default: a triangular solve, no state per node), "pallas" (the same in one kernel, the
+        default on a GPU; elsewhere it is interpreted), "levels" (all nodes of a depth at once) or "scan" (node by node,
+        the definition); the last two keep a state per node.
 
     Returns:
       float32 outputs, and the factors from which `commit_path` makes the state after a path.
       Source: algorithm.md 7 and 13.
     """
     q, k, v, g, beta, state = (x.astype(jnp.float32) for x in (q, k, v, g, beta, state))
-    out, u = choose(IMPLEMENTATIONS, implementation)(q, k, v, g, beta, state, parent, depth, max_depth)
+    # A root alone has nothing to solve, and the kernel would be four launches more.
+    solve = choose(IMPLEMENTATIONS, implementation, gpu="pallas" if q.shape[1] > 1 else None)
+    out, u = solve(q, k, v, g, beta, state, parent, depth, max_depth)
     return out, DeltaFactors(k, u, g)
