@@ -64,12 +64,9 @@ def propose(
     """The tree to verify, and the draft logits it was built from; without a drafter the tree is the root alone."""
     if config.budget == 0 or drafter is None:
         return root_tree(state.root), None
-    ids = jnp.full((state.root.shape[0], config.horizon + 1), drafter.config.mask_token_id, jnp.int32)
-    noise = drafter.embed(ids.at[:, 0].set(state.root), target)
     left = state.progress.limit - state.progress.produced
     slots = jnp.clip(left + 1, 1, config.horizon + 1) if config.cap_block else None
-    hidden = drafter.draft(noise, state.draft_caches, state.length, slots)[:, 1:]
-    logits = drafter.logits(hidden, target)
+    logits, hidden = draft(target, drafter, state, config.horizon, slots)
     tree = grow(
         branches(drafter, logits, hidden, state, config),
         state.root,
@@ -79,6 +76,19 @@ def propose(
         row_horizon=None if slots is None else slots - 1,
     )
     return tree, logits
+
+
+def draft(
+    target: Target, drafter: Drafter, state: DecodeState, horizon: int, slots: Int[Array, " B"] | None = None
+) -> tuple[Float[Array, "B L V"], Float[Array, "B L H"]]:
+    """The drafter's float32 logits and final hidden states for the `horizon` positions after each root.
+
+    slots: how many slots of the block are there, the root's counted (default all).
+    """
+    ids = jnp.full((state.root.shape[0], horizon + 1), drafter.config.mask_token_id, jnp.int32)
+    noise = drafter.embed(ids.at[:, 0].set(state.root), target)
+    hidden = drafter.draft(noise, state.draft_caches, state.length, slots)[:, 1:]
+    return drafter.logits(hidden, target), hidden
 
 
 def branches(

@@ -5,6 +5,7 @@ Peak memory is that of the whole process: Python, JAX and Orbax (0.4 GB), and th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from benchmarks.timing import show
 from convert.recipes import recipe
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models import Target
@@ -52,6 +54,18 @@ largest = max(parameter.nbytes for parameter in job.plan.parameters)
 seconds = {"seconds": done - ready, "cpu_seconds": cpu, "import_seconds": ready - started}
 print(json.dumps(seconds | {"peak": peak, "largest": largest}))
 """
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    command.add_argument("--gigabytes", type=float, default=1.0, metavar="N", help="default %(default)s")
+    command.add_argument("--repeats", type=int, default=3, metavar="N", help="turns (default %(default)s)")
+    command.add_argument("--directory", metavar="DIR", help="where to write three times that much (default: temporary)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Wall time and peak memory of a conversion, and of `cp` with fsync, in turns."""
+    show(measure(arguments.gigabytes, arguments.repeats, arguments.directory), arguments.json)
 
 
 def measure(gigabytes: float, repeats: int, directory: str | None) -> dict[str, dict[str, float]]:
@@ -102,7 +116,7 @@ def generate(directory: Path, nbytes: int) -> int:
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors."""
     config = TargetConfig.from_hf(CONFIG | {"num_hidden_layers": layers})
-    wanted = parameters(NetworkSpec(Target, config, np.dtype(ml_dtypes.bfloat16)))
+    wanted = NetworkSpec(Target, config, np.dtype(ml_dtypes.bfloat16)).parameters()
     made = [recipe(name, leaf.shape, config, ()) for name, leaf in wanted.items()]
     return {f"model.{name}": shape for one in made for name, shape in one.tensors.items()}
 
@@ -135,7 +149,7 @@ def sync(directory: Path) -> None:
 def convert(source: Path, target: Path) -> dict[str, float]:
     """What a conversion in a process of its own took; the result is removed."""
     command = [sys.executable, "-c", CONVERTS, source, target]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     shutil.rmtree(target)

@@ -1,0 +1,1 @@
+"""What `scripts/benchmark.py` measures, one module a command, and what they share."""
