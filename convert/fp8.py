@@ -56,8 +56,8 @@ def problems(
 def _odd_values(scale: np.ndarray) -> str:
     """What is wrong with the values of scales, '' when nothing is."""
     values = scale.astype(np.float32)
-    odd = values[~((values > 0) & (values < np.inf))]
-    return f"has {odd.size} values that are not above 0 and finite, the first is {odd[0]}" if odd.size else ""
+    odd = values[~((values >= 0) & (values < np.inf))]  # a block of zeros may have the scale 0
+    return f"has {odd.size} values that are negative or not finite, the first is {odd[0]}" if odd.size else ""
 
 
 def _trouble(weight: TensorEntry, scale: TensorEntry, block: Block | None) -> str:

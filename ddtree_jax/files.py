@@ -11,10 +11,13 @@ from ddtree_jax.errors import InputError
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a file. Pipes and devices are refused: reading one might never end."""
+    """The UTF-8 text of a file. Pipes and devices are refused, since reading one might never end, but for those that a
+    shell makes for a command's input.
+    """
     try:
         kind = path.stat().st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # a directory says so itself
+        piped = str(path).startswith(("/dev/stdin", "/dev/fd/"))
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind) or piped):  # a directory says so itself
             raise InputError(f"{path} cannot be read: it is not a regular file")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
