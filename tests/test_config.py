@@ -412,6 +412,23 @@ def test_both_schemas_of_a_drafter_are_the_same():
     assert DrafterConfig.from_hf(half) == DRAFTER  # the inner value wins
 
 
+@pytest.mark.parametrize("schema", ["flat", "nested"])
+def test_a_drafters_yarn_is_what_its_config_says(schema: str):  # cases.md A14
+    """null is plain rope, and YaRN another one: nothing is stretched because some revision of the drafter was."""
+    yarn = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    base = flat_rope(DRAFTER_JSON)
+    configs = {
+        "flat": (base | {"rope_scaling": None}, base | {"rope_scaling": yarn}),
+        "nested": (DRAFTER_JSON, DRAFTER_JSON | {"rope_parameters": DRAFTER_JSON["rope_parameters"] | yarn}),
+    }
+    plain, stretched = (DrafterConfig.from_hf(config).attention.rope for config in configs[schema])
+    assert plain == DRAFTER.attention.rope and plain.scaling is None
+    assert stretched.scaling == YarnScaling(64.0, 4096, 32.0, 1.0, pytest.approx(0.1 * np.log(64) + 1))
+    position = jnp.array([[700]])
+    turned, other = (rope_angles(position, rope, jnp.float32) for rope in (plain, stretched))
+    assert np.abs(np.asarray(turned) - np.asarray(other)).max() > 0.1
+
+
 def test_dflash2():
     config = DrafterConfig.from_hf(drafter_json(DFLASH2))
     assert (config.conv, config.selector) == (BlockConvConfig(2, 8), SelectorConfig(rank=6, top_k=5))

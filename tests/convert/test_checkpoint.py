@@ -1,4 +1,4 @@
-"""Checkpoint directories: single files and shards, and every way they can fail to fit together."""
+"""Checkpoint directories: single files and shards, and every way they can fail to fit together (cases.md A10)."""
 
 import json
 from pathlib import Path

@@ -199,7 +199,7 @@ def by_key_head(rows: np.ndarray, kind: str) -> np.ndarray:
     return np.concatenate([half for head in range(heads) for half in (np.split(p, heads)[head] for p in parts)])
 
 
-def test_packed_and_separate_delta_projections_give_the_same_logits(tmp_path: Path):
+def test_packed_and_separate_delta_projections_give_the_same_logits(tmp_path: Path):  # cases.md A20
     """Qwen3-Next and Qwen3.5-MoE are one network with two layouts."""
     config = FAMILIES["next"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -80,7 +80,9 @@ def test_substitution_by_depth_never_holds_large_numbers():
 
 @each
 def test_a_key_head_serves_its_own_value_heads(implementation):
-    """Value head h uses key head h // repeats: without key head 0, value heads 0 and 1 change and 2 and 3 do not."""
+    """cases.md A19: value head h uses key head h // repeats. Without key head 0, value heads 0 and 1 change and 2 and
+    3 do not.
+    """
     rows, tree = delta_rows(np.random.default_rng(3), 1, 5, 2, 2, 3, 7), chain(1, 5)
     zeroed = rows._replace(k=rows.k * np.array([0, 1], np.float32)[:, None])
     changed = np.abs(run_on(rows, tree, implementation)[0] - run_on(zeroed, tree, implementation)[0]).max(
