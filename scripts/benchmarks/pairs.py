@@ -17,7 +17,7 @@ from ddtree_jax.models.layers import INIT_STD
 from ddtree_jax.models.network import Network, NetworkSpec
 from ddtree_jax.sizes import DRAFTERS, SIZES, published, published_drafter
 
-# Hybrids that a CPU runs: tiny has every part of a round and no work to speak of; 100M has 97 million parameters.
+# Hybrids that a CPU runs: tiny has every part of a round and no work to speak of; 100M has 96 million parameters.
 SMALL: dict[str, dict[str, Any]] = {
     "tiny": SIZES["Qwen3.5-0.8B"]
     | dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=4, head_dim=32)
