@@ -25,6 +25,7 @@ from convert.__main__ import main as convert_main
 from convert.compare import compare
 from convert.recording import Recording, read_recording
 from ddtree_jax.cli import main
+from ddtree_jax.config import BlockRule
 from ddtree_jax.loading import Model
 from ddtree_jax.models.network import Network
 
@@ -197,7 +198,7 @@ def guessing_drafter(token: int) -> Network:
         DRAFTER,
         hidden_size=576,
         vocab_size=49152,
-        causal=(False,),
+        rules=(BlockRule.BIDIRECTIONAL,),
         windows=(None,),
         block_size=4,
         mask_token_id=token,
