@@ -1,5 +1,6 @@
 """FP8 checkpoints with blocks of 16: the same parameters as a twin that is stored whole (cases.md A1, A4)."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from random_checkpoint import DENSE, HYBRID, MOE, NEXT, Tensors, quantised, random_tensors, write
 from recorded import named_parameters
+from tiny import DRAFTER, tiny_drafter
 
 import ddtree_jax
 from convert.checkpoint import Checkpoint
@@ -194,13 +196,21 @@ def test_packed_projections_are_dequantised_all_the_same(tmp_path: Path):
     }
 
 
+@pytest.mark.slow
 def test_the_same_tokens_whatever_is_kept(tmp_path: Path):
+    """Plain and tree decoding, in the device loop with its donated caches."""
     directory = write(tmp_path, HYBRID | FP8, quantised(random_tensors(HYBRID), published)[0])
-    options: dict[str, Any] = dict(prompt_ids=[[1, 2, 3], [7, 5]], method="ar", max_new_tokens=12, stop_ids=[])
-    ours, theirs = (ddtree_jax.load(directory, dtype="float32", keep_fp8=keep) for keep in (True, False))
-    assert ours.target.spec.fp8 and not theirs.target.spec.fp8
-    for one, other in zip(ddtree_jax.generate(ours, **options), ddtree_jax.generate(theirs, **options), strict=True):
-        assert one.output_ids == other.output_ids and one.completion_tokens == 12
+    options: dict[str, Any] = dict(prompt_ids=[[1, 2, 3], [7, 5]], max_new_tokens=12, stop_ids=[])
+    drafter = tiny_drafter(config=replace(DRAFTER, hidden_size=40, vocab_size=40, mask_token_id=39))
+    outputs = []
+    for keep, methods in ((True, ("ar", "ddtree")), (False, ("ar",))):
+        model = replace(ddtree_jax.load(directory, dtype="float32", keep_fp8=keep), drafter=drafter)
+        assert bool(model.target.spec.fp8) == keep
+        for method in methods:
+            results = ddtree_jax.generate(model, method=method, tree_budget=6, **options)
+            outputs.append([result.output_ids for result in results])
+    assert [len(ids) for ids in outputs[0]] == [15, 14]
+    assert all(other == outputs[0] for other in outputs)
 
 
 def test_keeping_needs_something_to_keep(tmp_path: Path):
