@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ddtree_jax.cli import OneLineParser
-from ddtree_jax.errors import InputError
+from ddtree_jax.errors import InputError, report
 
 COMMANDS = {
     "reference": ("convert.reference", "Record what PyTorch computes for a checkpoint"),
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.run(parser.parse_args(words[1:]))
     except InputError as error:
-        print("convert: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return report("convert", error)
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ddtree_jax.cli import OneLineParser
-from ddtree_jax.errors import InputError
+from ddtree_jax.errors import InputError, report
 
 if TYPE_CHECKING:
     from convert.conversion import Job
@@ -166,8 +166,7 @@ def main(words: list[str]) -> int:
     try:
         return run(parser.parse_args(words))
     except InputError as error:
-        print("convert: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return report("convert", error)
     except KeyboardInterrupt:
         print("convert: stopped; the same command goes on from here", file=sys.stderr)
         return 130

@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from convert.checkpoint import INDEX, SINGLE, Checkpoint, Directory, summary
-from convert.weights import grouped, keep_fp8, load_network, mismatches
+from convert.checkpoint import INDEX, SINGLE, Checkpoint, Directory
+from convert.weights import grouped, keep_fp8, load_network, mismatches, refuse
 from ddtree_jax import parallel
 from ddtree_jax.errors import InputError
 from ddtree_jax.files import read_object
@@ -102,10 +102,7 @@ def read_network(source: Source, spec: NetworkSpec, mesh: Mesh | None = None) ->
         return load_network(source, spec, mesh)
     wanted = spec.parameters()
     found = {name: entry["shape"] for name, entry in source.parameters.items()}
-    problems = grouped(mismatches({name: leaf.shape for name, leaf in wanted.items()}, found))
-    if problems:
-        what = "".join(summary(kind, names) for kind, names in problems.items()).removesuffix("; ")
-        raise InputError(f"{source.directory} does not fit {spec.module.__name__}: {what}")
+    refuse(source, spec, grouped(mismatches({name: leaf.shape for name, leaf in wanted.items()}, found)))
     from convert import orbax_store  # importing Orbax takes a second, which Hugging Face directories need not pay
 
     loaded = orbax_store.load(source.weights, wanted, parallel.shardings(wanted, spec.config, mesh))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool
 
 from convert import fp8
-from convert.checkpoint import Checkpoint, summary
+from convert.checkpoint import Checkpoint, Directory, summary
 from convert.recipes import Recipe, Shape, recipe, vocabulary_map
 from ddtree_jax import parallel
 from ddtree_jax.config import DrafterConfig, TargetConfig
@@ -76,9 +76,7 @@ class Plan:
 
     def check(self) -> None:
         """Raise InputError, all problems in one line, if there are any."""
-        if self.problems:
-            what = "".join(summary(kind, names) for kind, names in self.problems.items()).removesuffix("; ")
-            raise InputError(f"{self.checkpoint.directory} does not fit {self.spec.module.__name__}: {what}")
+        refuse(self.checkpoint, self.spec, self.problems)
 
 
 def load_network(checkpoint: Checkpoint, spec: NetworkSpec, mesh: Mesh | None = None) -> Network:
@@ -166,6 +164,13 @@ def _family(name: str, config: Config) -> str | None:
 
 def _has_own_head(config: Config) -> TypeGuard[DrafterConfig]:
     return isinstance(config, DrafterConfig) and config.own_head
+
+
+def refuse(source: Directory, spec: NetworkSpec, problems: Problems) -> None:
+    """Raise InputError, all problems in one line, if there are any."""
+    if problems:
+        what = "".join(summary(kind, names) for kind, names in problems.items()).removesuffix("; ")
+        raise InputError(f"{source.directory} does not fit {spec.module.__name__}: {what}")
 
 
 def grouped(found: Iterable[tuple[str, str]]) -> Problems:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddtree_jax import __version__
-from ddtree_jax.errors import InputError
+from ddtree_jax.errors import InputError, report
 from ddtree_jax.files import read_json
 
 EXAMPLES = """examples:
@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.run(arguments)
         print(end="", flush=True)
     except InputError as error:
-        print("ddtree-jax: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return report("ddtree-jax", error)
     except BrokenPipeError:
         # whoever read our output has left: give what is still buffered, which Python flushes at exit, to nobody
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

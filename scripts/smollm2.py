@@ -27,7 +27,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from ddtree_jax.cli import OneLineParser
-from ddtree_jax.errors import InputError
+from ddtree_jax.errors import InputError, report
 
 if TYPE_CHECKING:
     import gguf
@@ -228,8 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_place(directory)
         write_directory(arguments.gguf or packaged_file(), directory)
     except InputError as error:
-        print("smollm2: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return report("smollm2", error)
     except OSError as error:
         print(f"smollm2: error: {directory} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
